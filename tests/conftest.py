@@ -1,0 +1,23 @@
+"""Fixtures of the whole suite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness.filters import IGNORED_WARNINGS
+from tests.harness.pool import WarmRanks
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The same warnings are ignored here and in the ranks."""
+    for text in IGNORED_WARNINGS:
+        config.addinivalue_line("filterwarnings", text)
+
+
+@pytest.fixture(scope="session")
+def ranks(pytestconfig: pytest.Config) -> WarmRanks:
+    """Warm gloo ranks: ``ranks.run(world_size, fn, *args)``; see tests/harness."""
+    filters = tuple(pytestconfig.getini("filterwarnings"))
+    return WarmRanks(Path(str(pytestconfig.rootpath)), filters)
