@@ -1,0 +1,1 @@
+"""Models as chains of units: the smallest things that a plan moves."""
