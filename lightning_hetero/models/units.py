@@ -1,12 +1,14 @@
 """The units of a model, found by its structure: its repeated blocks, and the parameters outside them.
 
-A *stack* is a container (``nn.ModuleList``, ``nn.Sequential``) of two or more modules of one class. Its children are
-the blocks. Three cases need care:
+A *stack* is a container (``nn.ModuleList``, ``nn.Sequential``) of two or more modules of one class. Its
+children are the blocks. Three cases need care:
 
-- A block may hold stacks of its own (the two Linear layers of an MLP, the experts of a mixture): the outermost wins.
-- A stack of *stages* (Swin, ConvNeXt, ResNet) holds the stacks that are wanted. Stages are told from blocks by their
-  parameter shapes: blocks of one stack are alike, stages differ from one to the next.
-- A ``ModuleList`` is never called, so it is never a unit; where one is a child of a stack, its own children are.
+- A block may hold stacks of its own (the two Linear layers of an MLP, the experts of a mixture): the
+  outermost wins.
+- A stack of *stages* (Swin, ConvNeXt, ResNet) holds the stacks that are wanted. Stages are told from blocks
+  by their parameter shapes: blocks of one stack are alike, stages differ from one to the next.
+- A ``ModuleList`` is never called, so it is never a unit; where one is a child of a stack, its own children
+  are.
 """
 
 from __future__ import annotations
@@ -41,11 +43,12 @@ def find_units(root: nn.Module, wrap: set[type[nn.Module]] | None = None) -> tup
     """Cut ``root`` into disjoint units, in module order.
 
     Blocks are the children of the model's stacks (timm ``blocks``, transformers' ``layers`` and ``h``,
-    ``nn.TransformerEncoder``, the blocks inside Swin-like stages), or, in a model without any stack of composite
-    modules, every child with parameters of its ``nn.Sequential``. The other units are the smallest modules outside
-    the blocks that own parameters themselves (``patch_embed.proj``, ``norm``, ``head``); one that owns parameters and
-    holds owners, such as ``nn.MultiheadAttention``, is one unit. Parameters owned by a module that holds blocks
-    (``cls_token``, ``pos_embed``) belong to no unit. Modules that FSDP2 has wrapped count as their original class.
+    ``nn.TransformerEncoder``, the blocks inside Swin-like stages), or, in a model without any stack of
+    composite modules, every child with parameters of its ``nn.Sequential``. The other units are the smallest
+    modules outside the blocks that own parameters themselves (``patch_embed.proj``, ``norm``, ``head``); one
+    that owns parameters and holds owners, such as ``nn.MultiheadAttention``, is one unit. Parameters owned by
+    a module that holds blocks (``cls_token``, ``pos_embed``) belong to no unit. Modules that FSDP2 has
+    wrapped count as their original class.
 
     Args:
         root: the model, or a LightningModule that holds it anywhere.
@@ -63,12 +66,10 @@ def find_units(root: nn.Module, wrap: set[type[nn.Module]] | None = None) -> tup
 
 def original_class(module: nn.Module) -> type[nn.Module]:
     """The module's class before ``fully_shard`` put ``FSDPModule`` in front of it."""
-    cls = type(module)
-    if isinstance(module, FSDPModule):
-        return next(
-            base for base in cls.__mro__[1:] if not issubclass(base, FSDPModule) and base is not object
-        )
-    return cls
+    if not isinstance(module, FSDPModule):
+        return type(module)
+    bases = (base for base in type(module).__mro__ if issubclass(base, nn.Module))
+    return next(base for base in bases if not issubclass(base, FSDPModule))
 
 
 def _units(module: nn.Module, name: str, blocks: set[int], seen: set[int]) -> Iterator[Unit]:
@@ -138,7 +139,7 @@ def _are_stages(children: Sequence[nn.Module]) -> bool:
 
 
 def _open_stages(stages: Sequence[nn.Module]) -> Iterator[list[nn.Module]]:
-    """The stacks inside stages; a stage of a single block is recognised by the block's class in the others."""
+    """The stacks inside stages; a stage of one block is recognised by the block's class in the others."""
     blocks = [block for stage in stages for stack in _stacks_inside(stage) for block in _called(stack)]
     classes = {original_class(block) for block in blocks} - {nn.Sequential}
     found = {id(block) for block in blocks}
