@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
 
 
 class HeteroError(ValueError):
@@ -46,9 +45,4 @@ def raise_all(kind: type[HeteroError], headline: str, problems: Sequence[str]) -
         HeteroError: of class ``kind``, when ``problems`` is not empty.
     """
     if problems:
-        raise_problems(kind, headline, problems)
-
-
-def raise_problems(kind: type[HeteroError], headline: str, problems: Sequence[str]) -> NoReturn:
-    """As :func:`raise_all`, for a caller that knows there is at least one problem."""
-    raise kind("\n".join([f"{headline}:", *(f"  - {problem}" for problem in problems)]))
+        raise kind("\n".join([f"{headline}:", *(f"  - {problem}" for problem in problems)]))

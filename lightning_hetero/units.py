@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from fractions import Fraction
 
 from lightning_hetero.errors import HeteroError
 
@@ -56,7 +57,10 @@ def parse_bytes(text: object, *, positive: bool = True) -> int:
     Raises:
         HeteroError: naming the value and the accepted units.
     """
-    return round(_parse(text, "bytes", BYTES, positive))
+    count = round(_parse(text, "bytes", BYTES, positive))
+    if positive and count == 0:
+        raise HeteroError(f"{text!r} is less than one byte: give at least '1 B'")
+    return count
 
 
 def parse_bytes_per_s(text: object, *, positive: bool = True) -> float:
@@ -89,11 +93,11 @@ def _parse(text: object, kind: str, units: dict[str, float], positive: bool) -> 
         raise HeteroError(f"{text!r} has the unknown unit {unit!r}: {wanted}{_case_hint(unit, units)}")
     if not math.isfinite(number):
         raise HeteroError(f"{text!r} is not finite: {wanted}")
-    value = number * units[unit]
+    # In fractions, so that "10 us" is the float 1e-05 and not the rounded product 10 * 1e-6.
+    value = float(Fraction(match[1].replace("_", "")) * Fraction(repr(units[unit])))
     if value < 0 or (positive and value == 0):
-        raise HeteroError(
-            f"{text!r} is {'negative' if value < 0 else 'zero'}: give a value above zero, {wanted}"
-        )
+        fault = "negative" if value < 0 else "zero"
+        raise HeteroError(f"{text!r} is {fault}: write a value above zero, such as {_EXAMPLES[kind]!r}")
     return value
 
 

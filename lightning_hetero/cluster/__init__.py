@@ -1,0 +1,7 @@
+"""The cluster: devices, links, what a cluster file says and what known devices are capable of."""
+
+from lightning_hetero.cluster.cluster import Cluster
+from lightning_hetero.cluster.device import Device
+from lightning_hetero.cluster.link import Link
+
+__all__ = ["Cluster", "Device", "Link"]

@@ -1,0 +1,278 @@
+"""Plans: the hinge between deciding and doing. Data, versioned, editable by hand, checked on load."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_hetero.cluster import Cluster
+from lightning_hetero.errors import PlanError, raise_all
+from lightning_hetero.records import (
+    Record,
+    boolean,
+    integer,
+    number,
+    optional,
+    read_json,
+    shown,
+    text,
+    tuple_of,
+    write_json,
+)
+
+SCHEMA = 1
+
+_NEXT_STEP = 'give the path of a plan file, or plan="auto"'
+_REPLAN = 'make a new plan (plan="auto")'
+
+
+@dataclass(frozen=True)
+class ModelKey:
+    """What tells whether a plan was made for a model: its name and its number of parameters."""
+
+    name: str
+    parameters: int
+
+
+@dataclass(frozen=True)
+class RankPrediction:
+    """What a plan expects of one rank in one step.
+
+    Args:
+        busy_s: seconds of computing.
+        idle_share: share of the step in which the rank waits, from 0 to 1.
+        peak_memory_bytes: peak memory in bytes, ``None`` where memory was not given to the planner.
+    """
+
+    busy_s: float
+    idle_share: float
+    peak_memory_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """Who takes how many samples, and who shards parameters with whom.
+
+    Args:
+        global_batch_size: samples per optimizer step over all ranks.
+        batch_shares: samples of the global batch per rank; they sum to ``global_batch_size``.
+        groups: shard groups, each a tuple of ranks; together they hold every rank once.
+        device_types: type of device per rank that the plan was made for.
+        model: the model that the plan was made for; ``None`` if it fits any.
+        reshard_after_forward: whether parameters are freed after forward and gathered again for backward
+            (FULL_SHARD) or kept (SHARD_GRAD_OP: more memory, one all-gather less).
+        predicted_step_s: predicted seconds of one optimizer step.
+        predictions: one per rank, or none.
+        reasons: why the plan is as it is, one sentence each.
+    """
+
+    global_batch_size: int
+    batch_shares: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
+    device_types: tuple[str, ...]
+    model: ModelKey | None = None
+    reshard_after_forward: bool = True
+    predicted_step_s: float | None = None
+    predictions: tuple[RankPrediction, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        # Lists would compare unequal to the tuples that load() gives.
+        for name in ("batch_shares", "device_types", "predictions", "reasons"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "groups", tuple(tuple(group) for group in self.groups))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.batch_shares)
+
+    def samples(self, count: int) -> tuple[int, ...]:
+        """Split a batch of ``count`` samples in proportion to the shares.
+
+        Largest remainders first, then larger shares, then lower ranks; so no rank gets more than its
+        share of a full batch, and ``count`` equal to the global batch size gives the shares themselves.
+
+        Args:
+            count: from 0 to the global batch size.
+
+        Returns:
+            Whole samples per rank that sum to ``count``; some may be 0.
+
+        Raises:
+            PlanError: for any other ``count``.
+        """
+        total = self.global_batch_size
+        if not 0 <= count <= total:
+            raise PlanError(
+                f"a batch of {count} samples does not fit a plan for a global batch of {total}: "
+                f"give 0 to {total} samples, or {_REPLAN}"
+            )
+        split = [count * share // total for share in self.batch_shares]
+        # In whole numbers, so that every rank finds the same order.
+        remainder_first = sorted(
+            range(len(split)),
+            key=lambda rank: (-(count * self.batch_shares[rank] % total), -self.batch_shares[rank], rank),
+        )
+        for rank in remainder_first[: count - sum(split)]:
+            split[rank] += 1
+        return tuple(split)
+
+    def validate(self, cluster: Cluster | None = None, model: ModelKey | None = None) -> None:
+        """Check the plan in itself and, where given, against the cluster and the model it is to run on.
+
+        Raises:
+            PlanError: listing every problem.
+        """
+        problems = [*self._share_problems(), *self._group_problems(), *self._size_problems()]
+        if cluster is not None:
+            problems += self._cluster_problems(cluster)
+        if model is not None and self.model is not None and model.parameters != self.model.parameters:
+            problems.append(
+                f"model: the plan was made for {self.model.name} with {self.model.parameters} parameters, "
+                f"this is {model.name} with {model.parameters}: {_REPLAN} for this model"
+            )
+        raise_all(PlanError, "the plan is not valid", problems)
+
+    def _share_problems(self) -> list[str]:
+        problems = [
+            f"batch_shares[{rank}] is {share}: give 0 or more samples"
+            for rank, share in enumerate(self.batch_shares)
+            if share < 0
+        ]
+        if self.global_batch_size < 1:
+            problems.append(f"global_batch_size is {self.global_batch_size}: give at least 1 sample")
+        if not self.batch_shares:
+            problems.append("batch_shares is empty: give one share per rank")
+        if sum(self.batch_shares) != self.global_batch_size:
+            problems.append(
+                f"batch_shares sum to {sum(self.batch_shares)}, global_batch_size is {self.global_batch_size}: "
+                f"make them equal"
+            )
+        return problems
+
+    def _group_problems(self) -> list[str]:
+        problems = [
+            f"groups[{index}] is empty: remove it" for index, group in enumerate(self.groups) if not group
+        ]
+        members = Counter(rank for group in self.groups for rank in group)
+        problems += [
+            f"groups hold rank {rank} {count} times: every rank belongs to one group"
+            for rank, count in sorted(members.items())
+            if count > 1
+        ]
+        expected = set(range(self.world_size))
+        if missing := sorted(expected - set(members)):
+            problems.append(f"groups lack rank {_listed(missing)}: add each of them to one group")
+        if unknown := sorted(set(members) - expected):
+            problems.append(
+                f"groups hold rank {_listed(unknown)}, batch_shares has {self.world_size} ranks "
+                f"(0 to {self.world_size - 1}): remove them or add their shares"
+            )
+        return problems
+
+    def _size_problems(self) -> list[str]:
+        sizes = {"device_types": len(self.device_types), "predictions": len(self.predictions)}
+        return [
+            f"{name} has {size} entries, batch_shares has {self.world_size}: give one per rank"
+            for name, size in sizes.items()
+            if size != self.world_size and not (name == "predictions" and size == 0)
+        ]
+
+    def _cluster_problems(self, cluster: Cluster) -> list[str]:
+        if cluster.world_size != self.world_size:
+            return [
+                f"the plan is for {self.world_size} ranks, cluster {cluster.name!r} has {cluster.world_size}: "
+                f"{_REPLAN}, or start {self.world_size} ranks"
+            ]
+        return [
+            f"device_types[{rank}] is {planned!r}, rank {rank} of cluster {cluster.name!r} is {found!r}: "
+            f"{_REPLAN}, or start the ranks in the order of the plan"
+            for rank, (planned, found) in enumerate(
+                zip(self.device_types, cluster.device_types(), strict=False)
+            )
+            if planned != found
+        ]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write JSON, whole or not at all; :meth:`load` gives an equal plan back."""
+        write_json(Path(path), self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        """What :meth:`save` writes, as plain data."""
+        return {"schema": SCHEMA, "kind": "shard"} | asdict(self)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ShardPlan:
+        """Read what :meth:`save` wrote, possibly edited by hand, and check the plan in itself.
+
+        Raises:
+            PlanError: listing every problem with its place, value and next step.
+        """
+        return cls.from_dict(read_json(Path(path), "plan file", PlanError, _NEXT_STEP), f"plan file {path}")
+
+    @classmethod
+    def from_dict(cls, data: object, source: str = "plan") -> ShardPlan:
+        """Build a plan from what a plan file holds; ``source`` names it in the error."""
+        record = Record(source, PlanError)
+        plan = _read_plan(record, data)
+        record.finish()
+        try:
+            plan.validate()
+        except PlanError as error:
+            raise PlanError(f"{source}: {error}") from None
+        return plan
+
+
+_REQUIRED = ("schema", "kind", "global_batch_size", "batch_shares", "groups", "device_types")
+_OPTIONAL = ("model", "reshard_after_forward", "predicted_step_s", "predictions", "reasons")
+
+
+def _read_plan(record: Record, data: object) -> ShardPlan:
+    top = record.mapping(data, "", _REQUIRED, _OPTIONAL) or {}
+    if "schema" in top and top["schema"] != SCHEMA:
+        record.note("schema", f"is {shown(top['schema'])}: this version reads schema {SCHEMA}; {_REPLAN}")
+    if "kind" in top and top["kind"] != "shard":
+        record.note(
+            "kind",
+            f"is {shown(top['kind'])}: a shard plan has kind 'shard'; give a plan made for hetero_fsdp",
+        )
+    return ShardPlan(
+        global_batch_size=record.take(top, "global_batch_size", "", integer(1), 1),
+        batch_shares=record.take(top, "batch_shares", "", tuple_of(integer(0)), ()),
+        groups=record.take(top, "groups", "", tuple_of(tuple_of(integer(0))), ()),
+        device_types=record.take(top, "device_types", "", tuple_of(text), ()),
+        model=_read_model(record, top.get("model")),
+        reshard_after_forward=record.take(top, "reshard_after_forward", "", boolean, True),
+        predicted_step_s=record.take(top, "predicted_step_s", "", optional(number(0)), None),
+        predictions=_read_predictions(record, top.get("predictions") or []),
+        reasons=record.take(top, "reasons", "", tuple_of(text), ()),
+    )
+
+
+def _read_model(record: Record, value: object) -> ModelKey | None:
+    if value is None:
+        return None
+    model = record.mapping(value, "model", ["name", "parameters"]) or {}
+    name = record.take(model, "name", "model", text, "")
+    return ModelKey(name, record.take(model, "parameters", "model", integer(0), 0))
+
+
+def _read_predictions(record: Record, value: object) -> tuple[RankPrediction, ...]:
+    if not value:
+        return ()
+    predictions = []
+    for place, item in record.items(value, "predictions", "prediction"):
+        entry = record.mapping(item, place, ["busy_s", "idle_share"], ["peak_memory_bytes"]) or {}
+        busy_s = record.take(entry, "busy_s", place, number(0), 0.0)
+        idle_share = record.take(entry, "idle_share", place, number(0, 1), 0.0)
+        peak = record.take(entry, "peak_memory_bytes", place, optional(integer(0)), None)
+        predictions.append(RankPrediction(busy_s, idle_share, peak))
+    return tuple(predictions)
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -1,0 +1,1 @@
+"""Predictions: pure Python, no torch."""
