@@ -1,0 +1,173 @@
+"""State that does not depend on the plan it was saved under.
+
+In one file a checkpoint has the very form that one device would write, so that one device, or any other plan, can
+read it. Whole tensors are gathered one at a time and kept on rank 0 only; on loading every rank reads the file by
+memory map and keeps its own rows.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+METADATA = "meta.pt"
+"""file of a sharded checkpoint that holds all but tensors; the name that Lightning's own tools look for"""
+
+
+def gather_state(state: Any, keep: bool) -> Any:
+    """Return ``state`` with every sharded tensor whole and on the CPU (a collective; one tensor at a time).
+
+    Args:
+        state: nested dicts, lists and tuples of tensors and plain values, alike on all ranks.
+        keep: whether this rank keeps the result; otherwise {} is returned.
+    """
+    whole = _map_tensors(state, lambda tensor: _whole(tensor, keep))
+    return whole if keep else {}
+
+
+def _whole(tensor: Tensor, keep: bool) -> Tensor | None:
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.detach().cpu() if keep else None
+
+
+def _map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: _map_tensors(item, function) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_map_tensors(item, function) for item in value)
+    return value
+
+
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's part of a whole ``tensor``, sharded as ``like`` is; no communication."""
+    if not isinstance(like, DTensor) or isinstance(tensor, DTensor):
+        return tensor
+    tensor = tensor.to(like.device_mesh.device_type)
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def load_model_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Load a whole-model state dict into a sharded (or plain) module."""
+    own = module.state_dict()
+    parts = {
+        name: shard_like(value, own[name]) if isinstance(value, Tensor) and name in own else value
+        for name, value in state.items()
+    }
+    module.load_state_dict(parts, strict=strict)
+
+
+def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a whole optimizer state dict (torch's own form, by parameter number) into a sharded optimizer."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    by_number = dict(zip(numbers, parameters, strict=False))
+
+    def parts_of(number: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+        like = by_number.get(number)
+        return {
+            name: shard_like(value, like)
+            if isinstance(value, Tensor) and like is not None and value.shape == like.shape
+            else value
+            for name, value in values.items()
+        }
+
+    sharded = {number: parts_of(number, values) for number, values in state["state"].items()}
+    optimizer.load_state_dict({"state": sharded, "param_groups": state["param_groups"]})
+
+
+def read_file(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """Read a checkpoint of one file by memory map, so that ranks on a node share its pages."""
+    state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    return state
+
+
+def write_file(state: Any, path: Path) -> None:
+    """Write ``state`` to ``path`` so that there is, at any moment, either the old file or the whole new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether ``path`` is a sharded checkpoint."""
+    return (path / METADATA).is_file()
+
+
+def write_sharded(state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer], path: Path) -> None:
+    """Write each rank's shards into the folder ``path`` (a collective); complete under its name or not there.
+
+    Args:
+        state: all that is not tensors of the model and the optimizers; rank 0's is written.
+        module: the sharded model.
+        optimizers: its optimizers.
+        path: the same on every rank, on a file system that all ranks see.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    rank = dist.get_rank()
+    if rank == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    dist.barrier()
+    dcp.save(_sharded_state(module, optimizers), checkpoint_id=temporary)
+    if rank == 0:
+        torch.save(state, temporary / METADATA)
+        _replace_folder(temporary, path)
+    dist.barrier()
+
+
+def _replace_folder(new: Path, path: Path) -> None:
+    """Put the folder ``new`` at ``path``; what was there is moved aside first and deleted last."""
+    old = path.with_name(f".{path.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        os.replace(path, old)
+    os.replace(new, path)
+    if old.is_dir():
+        shutil.rmtree(old)
+    else:
+        old.unlink(missing_ok=True)
+
+
+def read_sharded(module: nn.Module, optimizers: list[Optimizer], path: Path, weights_only: bool | None) -> Any:
+    """Load a sharded checkpoint in place, under any number of ranks (a collective); return all but the tensors."""
+    options = StateDictOptions(strict=True)
+    state = _sharded_state(module, optimizers)
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(module, state["state_dict"], options=options)
+    for i, optimizer in enumerate(optimizers):
+        set_optimizer_state_dict(module, optimizer, state[f"optimizer_{i}"], options=options)
+    return torch.load(path / METADATA, map_location="cpu", weights_only=weights_only)
+
+
+def _sharded_state(module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+    state: dict[str, Any] = {"state_dict": get_model_state_dict(module)}
+    for i, optimizer in enumerate(optimizers):
+        state[f"optimizer_{i}"] = get_optimizer_state_dict(module, optimizer)
+    return state

@@ -1,0 +1,326 @@
+"""The uneven loader: every rank reads its share of each global batch, and together they read exactly that batch.
+
+The order of samples depends only on ``(seed, epoch)``, never on the number of ranks or on their shares, so that a run
+may be resumed on other devices and still see the same global batches.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from typing import Any, cast
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+
+from lightning_hetero.errors import DataError
+
+Split = Callable[[int], tuple[int, ...]]
+"""samples of a global batch -> whole samples per rank, summing to it"""
+
+Agree = Callable[[int], tuple[int, ...]]
+"""this rank's number -> every rank's number, in rank order (a collective)"""
+
+
+class SampleOrder:
+    """The order of a dataset's samples in one epoch, the same on every rank.
+
+    Args:
+        length: samples in the dataset.
+        sampler: the user's sampler; ``SequentialSampler`` keeps the order, ``RandomSampler`` without replacement
+            becomes torch's permutation seeded by ``seed + epoch`` (the rule of ``DistributedSampler``), any other
+            is iterated under torch's generator seeded by ``seed + epoch``.
+        seed: added to the epoch.
+    """
+
+    def __init__(self, length: int, sampler: Iterable[int], seed: int) -> None:
+        self.length = length
+        self.sampler = sampler
+        self.seed = seed
+        self.kind = _kind_of(sampler, length)
+
+    def __len__(self) -> int:
+        return self.length if self.kind != "sampler" else len(cast(Sized, self.sampler))
+
+    def indices(self, epoch: int) -> list[int]:
+        """Return the dataset indices of ``epoch`` in order."""
+        if self.kind == "sequential":
+            return list(range(self.length))
+        if self.kind == "permutation":
+            generator = torch.Generator()
+            generator.manual_seed(self.seed + epoch)
+            return torch.randperm(self.length, generator=generator).tolist()
+        return self._from_sampler(epoch)
+
+    def _from_sampler(self, epoch: int) -> list[int]:
+        set_epoch = getattr(self.sampler, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+        generator = getattr(self.sampler, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(self.seed + epoch)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed + epoch)
+            return list(self.sampler)
+
+
+def _kind_of(sampler: Iterable[int], length: int) -> str:
+    if type(sampler) is SequentialSampler:
+        return "sequential"
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == length:
+        return "permutation"
+    return "sampler"
+
+
+class UnevenBatchSampler(Sampler[list[int]]):
+    """Yields this rank's indices of each global batch.
+
+    A rank whose share of a batch is zero gets one sample of it, to take part with weight 0.
+
+    Args:
+        order: the order of the samples.
+        rank: this rank.
+        global_batch_size: samples of a full global batch.
+        split: how many of ``n`` samples each rank takes; read at every batch, so that shares may move.
+        drop_last: drop a last global batch that is not full.
+    """
+
+    def __init__(
+        self, order: SampleOrder, rank: int, global_batch_size: int, split: Split, drop_last: bool = False
+    ) -> None:
+        self.order = order
+        self.rank = rank
+        self.global_batch_size = global_batch_size
+        self.split = split
+        self.drop_last = drop_last
+        self.epoch = 0
+        self.first_batch = 0
+
+    def __len__(self) -> int:
+        full, rest = divmod(len(self.order), self.global_batch_size)
+        return full + (1 if rest and not self.drop_last else 0)
+
+    def samples_in(self, batch: int) -> int:
+        """Return the samples of the ``batch``-th global batch (the last one may be short)."""
+        return min(self.global_batch_size, len(self.order) - batch * self.global_batch_size)
+
+    def sizes(self, batch: int) -> tuple[int, ...]:
+        """Return every rank's samples of the ``batch``-th global batch."""
+        return self.split(self.samples_in(batch))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = self.order.indices(self.epoch)
+        for batch in range(self.first_batch, len(self)):
+            start = batch * self.global_batch_size
+            sizes = self.sizes(batch)
+            own = start + sum(sizes[: self.rank])
+            yield indices[own : own + sizes[self.rank]] or [indices[start]]
+
+
+class UnevenLoader:
+    """A ``DataLoader`` of which each rank reads its share; what Lightning iterates in its place.
+
+    Everything of the user's loader but the batch sampler is kept: workers, collate, pin_memory, worker seeds,
+    subclass. Iteration starts lazily, so that shares and the position may still be set after Lightning has asked for
+    the iterator.
+
+    Args:
+        loader: the user's loader over a map-style dataset with automatic batching.
+        rank: this rank.
+        global_batch_size: samples per step over all ranks.
+        split: how many of ``n`` samples each rank takes.
+        seed: with the epoch it fixes the order.
+        announce: called with every rank's samples each time a batch is handed out.
+        agree: a collective, by which ranks compare the order that a user's own sampler gave.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        rank: int,
+        global_batch_size: int,
+        split: Split,
+        seed: int,
+        announce: Callable[[tuple[int, ...]], None],
+        agree: Agree,
+    ) -> None:
+        order = SampleOrder(len(cast(Sized, loader.dataset)), loader.sampler, seed)
+        self.batch_sampler = UnevenBatchSampler(order, rank, global_batch_size, split, bool(loader.drop_last))
+        self.loader = with_batch_sampler(loader, self.batch_sampler)
+        self._announce = announce
+        self._agree = agree
+        self._consumed = 0
+
+    @property
+    def dataset(self) -> Any:
+        """The user's dataset."""
+        return self.loader.dataset
+
+    @property
+    def worker_init_fn(self) -> Any:
+        """The loader's ``worker_init_fn`` (Lightning sets one under ``seed_everything(workers=True)``)."""
+        return self.loader.worker_init_fn
+
+    @worker_init_fn.setter
+    def worker_init_fn(self, function: Any) -> None:
+        self.loader.worker_init_fn = function
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes of the loader."""
+        return self.loader.num_workers
+
+    @property
+    def sampler(self) -> UnevenLoader:
+        """What Lightning calls ``set_epoch`` on."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order comes next; a position kept from another epoch is forgotten."""
+        if epoch != self.batch_sampler.epoch:
+            self.batch_sampler.epoch = epoch
+            self.batch_sampler.first_batch = 0
+            self._consumed = 0
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        first = self.batch_sampler.first_batch
+        if self.batch_sampler.order.kind == "sampler":
+            self._check_order()
+        self._consumed = first
+        for batch, data in enumerate(self.loader, start=first):
+            # counted when handed out: what workers have read ahead is not consumed
+            self._consumed = batch + 1
+            self._announce(self.batch_sampler.sizes(batch))
+            yield data
+        self.batch_sampler.first_batch = 0
+
+    def _check_order(self) -> None:
+        indices = self.batch_sampler.order.indices(self.batch_sampler.epoch)
+        digest = int.from_bytes(hashlib.sha256(repr(indices).encode()).digest()[:7], "big")
+        if len(set(self._agree(digest))) > 1:
+            raise DataError(
+                f"the sampler {type(self.batch_sampler.order.sampler).__name__} gives different orders on different "
+                "ranks, so their shares would overlap. Seed it the same everywhere (torch's generator is seeded with "
+                "seed + epoch before it is iterated), or use a batch sampler of your own that knows its rank."
+            )
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position: the epoch and the batches handed out in it."""
+        consumed = self._consumed if self._consumed < len(self) else 0
+        return {"epoch": self.batch_sampler.epoch, "consumed": consumed}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue after the batches that ``state`` counts; the next iteration starts there."""
+        self.batch_sampler.epoch = int(state["epoch"])
+        self.batch_sampler.first_batch = int(state["consumed"])
+        self._consumed = self.batch_sampler.first_batch
+
+
+class KeptLoader:
+    """A loader whose batches are the user's own (iterable dataset or batch sampler); only their sizes are shared.
+
+    Ranks compare sizes before each batch: the step is weighted by them, and all stop when the first one has no more.
+    """
+
+    def __init__(
+        self, loader: Iterable[Any], *, announce: Callable[[tuple[int, ...]], None], agree: Agree
+    ) -> None:
+        self.loader = loader
+        self._announce = announce
+        self._agree = agree
+
+    @property
+    def dataset(self) -> Any:
+        """The user's dataset, if there is one."""
+        return getattr(self.loader, "dataset", None)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on to the samplers and the dataset that want it."""
+        for part in ("sampler", "batch_sampler", "dataset"):
+            set_epoch = getattr(getattr(self.loader, part, None), "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+
+    @property
+    def sampler(self) -> KeptLoader:
+        """What Lightning calls ``set_epoch`` on."""
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = iter(self.loader)
+        while True:
+            batch = next(iterator, None)
+            sizes = self._agree(-1 if batch is None else batch_size_of(batch))
+            if min(sizes) < 0:
+                return
+            self._announce(sizes)
+            yield batch
+
+
+class SizedKeptLoader(KeptLoader):
+    """A :class:`KeptLoader` whose length is known: the shortest over the ranks."""
+
+    def __init__(
+        self, loader: Any, *, announce: Callable[[tuple[int, ...]], None], agree: Agree
+    ) -> None:
+        super().__init__(loader, announce=announce, agree=agree)
+        self._length = min(agree(len(loader)))
+
+    def __len__(self) -> int:
+        return self._length
+
+
+def with_batch_sampler(loader: DataLoader[Any], batch_sampler: Any) -> DataLoader[Any]:
+    """Return a copy of ``loader`` that reads by ``batch_sampler`` and is the user's in all else."""
+    clone = copy.copy(loader)
+    # DataLoader forbids setting these after construction, for its own iterators' sake; the copy has none yet
+    clone.__dict__["batch_sampler"] = batch_sampler
+    clone.__dict__["_iterator"] = None
+    return clone
+
+
+def can_be_split(loader: Any) -> bool:
+    """Whether the loader's batches can be cut anew: a map-style dataset batched by torch's own ``BatchSampler``."""
+    return (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and type(loader.batch_sampler) is BatchSampler
+        and isinstance(loader.dataset, Sized)
+    )
+
+
+def default_seed() -> int:
+    """Return the seed of the sample order: ``seed_everything``'s, else 0 (as Lightning's own samplers do)."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+
+def batch_size_of(batch: Any) -> int:
+    """Return the samples in a batch: the first dimension of its first tensor with one, else 1.
+
+    Containers are searched in order (mappings, sequences, objects with a ``__dict__`` are not entered).
+    """
+    found = _first_dimension(batch)
+    return 1 if found is None else found
+
+
+def _first_dimension(value: Any) -> int | None:
+    if isinstance(value, torch.Tensor):
+        return value.shape[0] if value.ndim else None
+    children: Iterable[Any] = ()
+    if isinstance(value, dict):
+        children = value.values()
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        if value and all(isinstance(item, str) for item in value):
+            return len(value)
+        children = value
+    for child in children:
+        found = _first_dimension(child)
+        if found is not None:
+            return found
+    return None

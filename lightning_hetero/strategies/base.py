@@ -1,0 +1,280 @@
+"""What every hetero strategy does: find its cluster, start its ranks, end them together, count samples."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
+from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+
+from lightning_hetero.cluster import Cluster
+from lightning_hetero.errors import ClusterError, HeteroError, UnsupportedError, raise_all
+from lightning_hetero.strategies import lightning_adapter, torch_adapter
+from lightning_hetero.strategies.failure import FailureWatch, RankFailedError
+
+CLUSTER_VARIABLE = "LIGHTNING_HETERO_CLUSTER"
+"""environment variable that names a cluster file, for ``Trainer(strategy="hetero_fsdp")``"""
+
+_PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
+_PRECISION_NAMES = {None: "32-true", 32: "32-true", 64: "64-true", "32": "32-true", "64": "64-true", "bf16": "bf16-mixed"}
+
+
+class HeteroStrategy(ParallelStrategy):
+    """Base of the strategies; not to be used by itself.
+
+    Args:
+        cluster: the devices, one per rank; a path is read as YAML, None takes the file that the environment variable
+            ``LIGHTNING_HETERO_CLUSTER`` names, else what the ranks discover.
+        timeout: for collectives, and so for a rank that never comes.
+        process_group_backend: default: nccl for CUDA and ROCm devices, gloo for CPU.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster | str | Path | None = None,
+        *,
+        timeout: timedelta = timedelta(minutes=30),
+        process_group_backend: str | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self.num_nodes = 1
+        self._timeout = timeout
+        self._backend = process_group_backend
+        self.cluster: Cluster | None = _read_cluster(cluster)
+        if self.cluster is not None and self.cluster.emulate and not parallel_devices:
+            # an emulated cluster sets the number of processes: on CPU, devices="auto" would be one
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", self.cluster.world_size))
+            self.parallel_devices = [torch.device("cpu")] * local
+        self._watch: FailureWatch | None = None
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning asks this of strategies it does not know (else it ignores ``sync_dist``)."""
+        return True
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    # -- processes -----------------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        # the last thing that Trainer.__init__ does with a strategy, before any process is started
+        self._check_trainer(lightning_adapter.trainer_arguments())
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = lightning_adapter.SubprocessLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+
+    def _check_trainer(self, arguments: dict[str, Any]) -> None:
+        precision = arguments.get("precision", "32-true")
+        precision = _PRECISION_NAMES.get(precision, precision)
+        if precision not in _PRECISIONS and "precision" in arguments:
+            raise UnsupportedError(
+                f"precision={arguments['precision']!r} is not supported by {type(self).__name__}: fp16 needs a loss "
+                "scaler that skips steps on all ranks together, and Lightning turns 16-mixed on CPU into bf16-mixed "
+                f"without asking. Use one of {', '.join(_PRECISIONS)}"
+            )
+        if self.cluster is None:
+            return
+        problems = []
+        if self.cluster.emulate and not isinstance(self.accelerator, CPUAccelerator):
+            problems.append(
+                f"cluster {self.cluster.name!r} is emulated by CPU ranks, but the accelerator is "
+                f"{type(self.accelerator).__name__}: pass Trainer(accelerator='cpu')"
+            )
+        asked = _number_of_devices(arguments.get("devices", "auto"))
+        ranks = self.world_size
+        if self.cluster.emulate and asked is not None:
+            ranks = asked * self.num_nodes
+        if ranks != self.cluster.world_size:
+            problems.append(
+                f"cluster {self.cluster.name!r} has {self.cluster.world_size} devices, but {ranks} ranks were asked for "
+                f"(devices={arguments.get('devices')!r}, num_nodes={self.num_nodes}): one rank per device; "
+                + ("leave devices out, or " if self.cluster.emulate else "")
+                + f"make both {self.cluster.world_size}"
+            )
+        raise_all(ClusterError, "the Trainer does not fit the cluster", problems)
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment who this process is (torchrun's and SLURM's know better and ignore it)."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank
+
+    def setup_environment(self) -> None:
+        """Start the process group and the watch over the other ranks."""
+        super().setup_environment()
+        assert self.cluster_environment is not None
+        reset_seed()
+        self.set_world_ranks()
+        backend = self._backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
+        device_id = self.root_device if self.root_device.type != "cpu" else None
+        lightning_adapter.init_process_group(
+            self.cluster_environment, backend, timeout=self._timeout, device_id=device_id
+        )
+        self._watch = FailureWatch(torch_adapter.default_store(), self.global_rank)
+        self._watch.start()
+        assert self.lightning_module is not None
+        lightning_adapter.keep_users_samplers(self.lightning_module.trainer)
+        if self.cluster is not None and self.cluster.world_size != self.world_size:
+            raise ClusterError(
+                f"cluster {self.cluster.name!r} has {self.cluster.world_size} devices, but {self.world_size} ranks were "
+                "started: one rank per device; change the cluster file or the launcher's number of processes"
+            )
+
+    def teardown(self) -> None:
+        """Release what the run held; the module keeps its shards, as with Lightning's ModelParallelStrategy."""
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Bring all ranks down with the first failing rank's message.
+
+        Raises:
+            RankFailedError: when this rank failed only because another did.
+        """
+        if self._watch is None:
+            return
+        first = self._watch.first_failure()
+        if first is None and not isinstance(exception, HeteroError) and _is_lost_connection(exception):
+            # the rank that closed the connection may still be writing why
+            time.sleep(1.0)
+            first = self._watch.first_failure()
+        if first is not None and not first.startswith(f"rank {self.global_rank} "):
+            if not isinstance(exception, HeteroError):
+                raise RankFailedError(first) from exception
+            return
+        self._watch.publish(exception, f"in {self._where()}")
+        if dist.is_initialized() and self.world_size > 1:
+            if self.global_rank == 0:
+                time.sleep(1.0)  # rank 0 holds the store: let the others read
+            torch_adapter.abort_process_group()
+
+    def _where(self) -> str:
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        if trainer is None or trainer.state.stage is None:
+            return "set-up"
+        return f"{trainer.state.stage.value}, step {trainer.global_step}"
+
+    # -- collectives ---------------------------------------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        if not dist.is_initialized():
+            return
+        if dist.get_backend() == "nccl":
+            dist.barrier(device_ids=[self.root_device.index])
+        else:
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return ``src``'s object on every rank."""
+        if not dist.is_initialized() or self.world_size == 1:
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's value, in rank order, on every rank."""
+        if not dist.is_initialized() or self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def gather_numbers(self, number: int) -> tuple[int, ...]:
+        """Return every rank's whole number, in rank order, on every rank."""
+        own = torch.tensor([number], dtype=torch.int64, device=self.root_device)
+        if not dist.is_initialized() or self.world_size == 1:
+            return (number,)
+        numbers = torch.empty(self.world_size, dtype=torch.int64, device=self.root_device)
+        dist.all_gather_into_tensor(numbers, own)
+        return tuple(numbers.tolist())
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Return the sum of a vector over all ranks; in 64-bit where the device has it."""
+        total = values.detach().to(torch.float64 if self.root_device.type != "mps" else torch.float32).clone()
+        if dist.is_initialized() and self.world_size > 1:
+            dist.all_reduce(total)
+        return total.to(values.dtype)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over ranks, each rank counting once; what ``self.log`` logs is weighted elsewhere."""
+        if isinstance(tensor, Tensor):
+            return lightning_adapter.reduce_over_ranks(tensor, group, reduce_op=reduce_op)
+        return tensor
+
+    def model_to_device(self) -> None:
+        """Move what is not sharded to this rank's device."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+
+def _read_cluster(cluster: Cluster | str | Path | None) -> Cluster | None:
+    if cluster is None:
+        cluster = os.environ.get(CLUSTER_VARIABLE) or None
+    if isinstance(cluster, Cluster) or cluster is None:
+        return cluster
+    if not isinstance(cluster, str | Path):
+        raise ClusterError(
+            f"cluster={cluster!r} is a {type(cluster).__name__}: pass a Cluster, the path of a cluster file, or None"
+        )
+    return Cluster.from_yaml(cluster)
+
+
+def _number_of_devices(devices: Any) -> int | None:
+    """Return the number that ``Trainer(devices=...)`` asks for, or None for "auto"."""
+    if isinstance(devices, list | tuple):
+        return len(devices)
+    text = str(devices).strip()
+    if devices is None or text in ("auto", "-1"):
+        return None
+    if "," in text:
+        return len([part for part in text.split(",") if part])
+    return int(text) if text.isdigit() else None
+
+
+def _is_lost_connection(exception: BaseException) -> bool:
+    text = str(exception).lower()
+    return isinstance(exception, RuntimeError) and any(
+        word in text for word in ("connection", "gloo", "nccl", "socket", "timed out", "peer")
+    )

@@ -1,0 +1,428 @@
+"""hetero_fsdp: FSDP2 with batch shares by measured speed, and the numbers of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+
+from lightning_hetero.callbacks.emulated_devices import EmulatedDevices
+from lightning_hetero.cluster import Cluster
+from lightning_hetero.data import UnevenLoader
+from lightning_hetero.errors import HeteroError, PlanError, UnsupportedError
+from lightning_hetero.models.units import Unit, find_units
+from lightning_hetero.plan import ModelKey, ShardPlan
+from lightning_hetero.profiler.marks import UnitMarks
+from lightning_hetero.profiler.timer import UnitTimer
+from lightning_hetero.strategies import lightning_adapter, planning, torch_adapter
+from lightning_hetero.strategies.base import HeteroStrategy
+from lightning_hetero.strategies.checkpoints import Checkpoints
+from lightning_hetero.strategies.loaders import Loaders
+from lightning_hetero.strategies.loss_check import batch_norm_problem, check_mean_loss, combine_findings
+from lightning_hetero.strategies.sharding import check_parameters, prefetch_blocks, register_steps, shard_module
+from lightning_hetero.strategies.summary import RankSummary, StepRecorder, print_summary
+from lightning_hetero.strategies.untouched import untouched
+
+CheckLoss = Literal["warn", "error", "off"]
+
+
+class HeteroFSDPStrategy(HeteroStrategy):
+    """Trains an unchanged LightningModule on unequal devices at close to the sum of their speeds.
+
+    The model is sharded over all ranks with FSDP2. Each rank takes its share of every global batch, in whole samples
+    and by its measured speed; its loss is scaled by that share and gradients are summed, so that gradients, clipping,
+    logged values and the order of samples are those of one device over the global batch. That holds for losses that
+    are means over samples, and is checked on the first batch.
+
+    Args:
+        cluster: the devices, one per rank; a path is read as YAML; None takes the file that the environment variable
+            ``LIGHTNING_HETERO_CLUSTER`` names, else the ranks discover what they are. With ``emulate: true`` in it,
+            CPU ranks behave like its devices, and it sets the number of processes.
+        plan: "auto" measures the ranks at the start of a fit and plans; a plan or the path of one is taken as it is.
+        global_batch_size: samples per step over all ranks. Default: the training loader's batch size times the number
+            of ranks, or what the checkpoint that is resumed from was trained with.
+        wrap: classes whose instances are wrapped one by one; default: blocks found by structure.
+        check_loss: what to do when the loss is not a mean over samples, or BatchNorm makes the result depend on the
+            split: "warn", "error" or "off".
+        reshard_after_forward: free a block's gathered parameters between its forward and its backward: less memory, one
+            more all-gather. "auto" keeps them where they take less than a tenth of every device's memory.
+        save_distributed_checkpoint: False writes one file in the form that one device would write; True a folder with
+            a part from each rank.
+        weights_only: passed to ``torch.load`` for checkpoints. Lightning drops ``fit(weights_only=...)`` for strategies
+            that restore after set-up, so it is given here.
+        summary: print the table of what each rank did at the end of a fit.
+        timeout: for collectives.
+        **kwargs: accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin and
+            process_group_backend, as for Lightning's own strategies.
+
+    Raises:
+        HeteroError: for bad arguments; the message names the value and what to do.
+    """
+
+    strategy_name = "hetero_fsdp"
+
+    def __init__(
+        self,
+        cluster: Cluster | str | Path | None = None,
+        plan: Literal["auto"] | str | Path | ShardPlan = "auto",
+        *,
+        global_batch_size: int | None = None,
+        wrap: set[type[torch.nn.Module]] | None = None,
+        check_loss: CheckLoss = "warn",
+        reshard_after_forward: bool | Literal["auto"] = "auto",
+        save_distributed_checkpoint: bool = False,
+        weights_only: bool | None = None,
+        summary: bool = True,
+        timeout: timedelta = timedelta(minutes=30),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(cluster, timeout=timeout, **kwargs)
+        if check_loss not in ("warn", "error", "off"):
+            raise HeteroError(f"check_loss={check_loss!r}: use 'warn', 'error' or 'off'")
+        if reshard_after_forward not in (True, False, "auto"):
+            raise HeteroError(f"reshard_after_forward={reshard_after_forward!r}: use True, False or 'auto'")
+        if global_batch_size is not None and (not isinstance(global_batch_size, int) or global_batch_size < 1):
+            raise HeteroError(f"global_batch_size={global_batch_size!r}: give a whole number of samples, 1 or more")
+        self.plan: ShardPlan | None = None if plan == "auto" else _read_plan(plan)
+        self._given_plan = self.plan
+        self._wrap = wrap
+        self._check_loss: CheckLoss = check_loss
+        self._reshard = reshard_after_forward
+        self._summary = summary
+        self.summaries: list[RankSummary] = []
+        self._loaders = Loaders(self, global_batch_size)
+        self._checkpoints = Checkpoints(self, save_distributed_checkpoint, weights_only)
+        self._sizes: tuple[int, ...] | None = None
+        self._marks: UnitMarks | None = None
+        self._emulated: EmulatedDevices | None = None
+        self._flops_per_sample: float | None = None
+
+    # -- set-up --------------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Start the process group; give ``configure_model`` its device mesh."""
+        super().setup_environment()
+        assert self.lightning_module is not None
+        mesh = init_device_mesh(
+            self.root_device.type, (self.world_size, 1), mesh_dim_names=("data_parallel", "tensor_parallel")
+        )
+        lightning_adapter.give_device_mesh(self.lightning_module, mesh)
+        self._mesh = mesh["data_parallel"]
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Discover what was not given, shard the model, make the optimizers."""
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        check_parameters(module)
+        if self.cluster is None:
+            self.cluster = self.broadcast(Cluster.discover())
+        self._model_key = ModelKey(type(module).__name__, sum(p.numel() for p in module.parameters()))
+        self._loaders.check_plan(self.cluster, self._model_key)
+        lightning_adapter.weigh_logged_values(trainer, self)
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            # modules wrapped by FSDP2 that ran under inference_mode crash in a later training step (fact 5)
+            loop.inference_mode = False
+        self.model = self.precision_plugin.convert_module(module)
+        self._shard(module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _shard(self, module: pl.LightningModule) -> None:
+        assert self.cluster is not None
+        units = find_units(module, self._wrap)
+        self._reshard_now = self._decide_reshard(module)
+        shard_module(module, units, self._mesh, self.root_device, reshard_after_forward=self._reshard_now)
+        register_steps(module)
+        self.model_to_device()
+        if self.root_device.type == "cpu":
+            # gloo's all-gathers block unless they are asynchronous and asked for ahead (DESIGN 5)
+            torch_adapter.set_unshard_async(module, True)
+            prefetch_blocks(units)
+        self._timer = UnitTimer(self.root_device)
+        self._recorder = StepRecorder()
+        self._start_emulation(units)
+
+    def _decide_reshard(self, module: pl.LightningModule) -> bool:
+        if self._given_plan is not None:
+            return self._given_plan.reshard_after_forward
+        if isinstance(self._reshard, bool):
+            return self._reshard
+        assert self.cluster is not None
+        whole = sum(p.numel() * p.element_size() for p in module.parameters())
+        return whole * 10 > min(device.memory_bytes for device in self.cluster.devices)
+
+    def _start_emulation(self, units: tuple[Unit, ...]) -> None:
+        trainer = self._trainer
+        theirs = [callback for callback in trainer.callbacks if isinstance(callback, EmulatedDevices)]
+        assert self.cluster is not None
+        self._emulated = theirs[0] if theirs else None
+        if self._emulated is None and self.cluster.emulate:
+            # the hooks of the callback put the emulation where any strategy has it, ours included
+            self._emulated = EmulatedDevices(self.cluster)
+            trainer.callbacks.append(self._emulated)
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @property
+    def plan_is_given(self) -> bool:
+        """Whether the user gave the plan."""
+        return self._given_plan is not None
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples per training step over all ranks; None before the training loader is known."""
+        return self._loaders.global_batch_size
+
+    def restore_global_batch(self, saved: int) -> None:
+        """Go on with the global batch size of a checkpoint, unless the user gave another."""
+        if self._loaders.restore_global_batch(saved):
+            lightning_adapter.forget_train_dataloader(self._trainer)
+
+    def split(self, samples: int) -> tuple[int, ...]:
+        """Return how many of so many samples each rank takes: by the plan, or by declared speeds before there is one."""
+        plan = self.plan
+        if plan is None:
+            plan = self._declared_plan(max(samples, self.world_size))
+        # evaluation loaders may have larger batches than the plan's
+        whole, rest = divmod(samples, plan.global_batch_size)
+        return tuple(whole * b + r for b, r in zip(plan.batch_shares, plan.samples(rest), strict=True))
+
+    def _declared_plan(self, global_batch_size: int) -> ShardPlan:
+        assert self.cluster is not None
+        return planning.declared_plan(
+            self.cluster, self._model_key, global_batch_size, reshard_after_forward=self._reshard_now
+        )
+
+    # -- start of a fit ------------------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Check the loss and measure the ranks on the first samples, and plan."""
+        trainer = self._trainer
+        self._loaders.check_single(lightning_adapter.train_loaders(trainer))
+        lightning_adapter.load_loader_position(trainer)
+        loader = self._loaders.train
+        if isinstance(loader, UnevenLoader):
+            self._look_at_first_batch(loader)
+        if self.plan is not None and not self.plan_is_given:
+            assert self.cluster is not None
+            shares = ", ".join(str(share) for share in self.plan.batch_shares)
+            rank_zero_info(
+                f"hetero_fsdp: {self.cluster.describe()}; batch shares {shares} of {self.plan.global_batch_size}"
+            )
+        self._recorder = StepRecorder()
+        self._timer.take_s()
+        self._take_peak_bytes()
+
+    def _look_at_first_batch(self, loader: UnevenLoader) -> None:
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            rank_zero_info("hetero_fsdp: with manual optimization the loss is not checked and ranks are not measured")
+            self.plan = self.plan or self._declared_plan(loader.batch_sampler.global_batch_size)
+            return
+        first = planning.FirstBatch(
+            self.lightning_module,
+            loader,
+            self.global_rank,
+            to_device=self.batch_to_device,
+            context=self.precision_plugin.train_step_context,
+            around=self._around_step,
+            timer=self._timer,
+            peak_bytes=self._take_peak_bytes,
+        )
+        if self._check_loss != "off":
+            self._check_first_batch(first)
+        if self._summary:
+            self._flops_per_sample = first.count_flops()
+        if self.plan is None:
+            self.plan = self._measured_plan(first, loader.batch_sampler.global_batch_size)
+
+    def _check_first_batch(self, first: planning.FirstBatch) -> None:
+        batch = first.batch(planning.CHECK_SAMPLES)
+        findings = [check_mean_loss(first.loss_of, batch, halves=True), batch_norm_problem(first.module)]
+        for finding in (combine_findings(rank) for rank in zip(*self.gather_objects(findings), strict=True)):
+            if finding is None:
+                continue
+            if self._check_loss == "error":
+                raise UnsupportedError(f"{finding}. check_loss='warn' or 'off' trains all the same")
+            rank_zero_warn(f"hetero_fsdp: {finding}. check_loss='off' silences this")
+
+    def _measured_plan(self, first: planning.FirstBatch, global_batch_size: int) -> ShardPlan:
+        assert self.cluster is not None
+        measured = self.gather_objects(planning.measure(first, max(1, global_batch_size // self.world_size)))
+        costs = planning.pool_measurements(measured, self.cluster.device_types())
+        plan = planning.plan_from(
+            self.cluster, self._model_key, global_batch_size, costs, reshard_after_forward=self._reshard_now
+        )
+        return self.broadcast(plan)
+
+    def _around_step(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._emulated is None else self._emulated.step()
+
+    def _take_peak_bytes(self) -> int | None:
+        """Return the peak memory since the last call; None where nothing counts it."""
+        if self.root_device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.root_device)
+            torch.cuda.reset_peak_memory_stats(self.root_device)
+            return peak
+        return None if self._emulated is None else self._emulated.take_peak_bytes()
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Replace the user's loader by one that reads this rank's share."""
+        return self._loaders.process(dataloader)
+
+    def step_samples(self) -> int:
+        """Return this rank's samples in the current step; 0 where it takes part without any."""
+        return 1 if self._sizes is None else self._sizes[self.global_rank]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Note the sizes of this batch on all ranks."""
+        full = self._sizes is not None and sum(self._sizes) == self.global_batch_size
+        self._recorder.begin_step(self._timer.take_s(), comparable=full and batch_idx > 0)
+        self._sizes = self._loaders.next_train_sizes()
+
+    @contextmanager
+    def _taking_part(self) -> Iterator[None]:
+        """A rank without samples runs the step for the others' sake and keeps nothing of it but its logging's part."""
+        assert self.lightning_module is not None
+        if self.step_samples() > 0:
+            yield
+            return
+        with untouched(self.lightning_module, silence_logs=False):
+            yield
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step on this rank's samples."""
+        with self._taking_part():
+            return super().training_step(*args, **kwargs)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Scale the loss by this rank's share of the samples, so that the gradients' sum is the global mean's."""
+        if self._sizes is not None:
+            closure_loss = closure_loss * (self._sizes[self.global_rank] / sum(self._sizes))
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def _eval_step(self, step: Any, *args: Any, **kwargs: Any) -> Any:
+        before, self._sizes = self._sizes, self._loaders.next_eval_sizes()
+        try:
+            with self._taking_part():
+                return step(*args, **kwargs)
+        finally:
+            self._sizes = before
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step on this rank's samples."""
+        return self._eval_step(super().validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step on this rank's samples."""
+        return self._eval_step(super().test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step on this rank's samples; a rank without any predicts nothing."""
+        output = self._eval_step(super().predict_step, *args, **kwargs)
+        return output
+
+    def on_validation_start(self) -> None:
+        """The time until the next training step is not a step's."""
+        if self._trainer.state.fn == TrainerFn.FITTING and not self._trainer.sanity_checking:
+            self._recorder.pause()
+
+    def on_validation_end(self) -> None:
+        """Forget what was read ahead."""
+        self._loaders.clear(evaluating=True)
+
+    on_test_end = on_predict_end = on_validation_end
+
+    def on_train_end(self) -> None:
+        """Say what each rank did."""
+        plan = self.plan
+        if plan is None:
+            return
+        step_s, busy_s = self._recorder.medians()
+        own = RankSummary(
+            rank=self.global_rank,
+            device=plan.device_types[self.global_rank],
+            samples=plan.batch_shares[self.global_rank],
+            steps=max(0, len(self._recorder.step_s) - 1),
+            step_s=step_s,
+            busy_s=busy_s,
+            flops_per_sample=self._flops_per_sample,
+            peak_bytes=self._take_peak_bytes(),
+        )
+        self.summaries = self.gather_objects(own)
+        if self._summary and self.is_global_zero:
+            print_summary(self.summaries, plan, emulated=self._emulated is not None)
+
+    def teardown(self) -> None:
+        """Take our hooks off the module."""
+        if self._marks is not None:
+            self._marks.detach()
+            self._marks = None
+        super().teardown()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's plugin, else one that renames whole files into place."""
+        return self._checkpoints.default_io if self._checkpoint_io is None else super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Each rank loads its own shards, so the model has to be sharded first."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the whole model on rank 0, {} elsewhere (a collective)."""
+        return self._checkpoints.model_state()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's whole state on rank 0, {} elsewhere (a collective)."""
+        return self._checkpoints.optimizer_state(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write a checkpoint; it is whole under its name, or not there."""
+        self._checkpoints.save(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint that any plan, or one device, wrote."""
+        return self._checkpoints.load(checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Give each rank its shards."""
+        self._checkpoints.load_model(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Give each rank its shards of the optimizers' states."""
+        self._checkpoints.load_optimizers(checkpoint)
+
+
+def _read_plan(plan: str | Path | ShardPlan) -> ShardPlan:
+    if isinstance(plan, ShardPlan):
+        return plan
+    if not isinstance(plan, str | Path):
+        raise PlanError(f"plan={plan!r} is a {type(plan).__name__}: pass 'auto', a ShardPlan or the path of one")
+    return ShardPlan.load(plan)

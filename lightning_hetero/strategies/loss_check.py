@@ -1,0 +1,107 @@
+"""Find out on the first batch whether the loss is a mean over samples.
+
+Only then do uneven shares, weighted by their samples, give what one device gives over the global batch. Sums,
+contrastive losses and class-weighted means are not, and nothing else would tell (DESIGN section 5).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hetero.data import batch_size_of
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_COARSE_TOLERANCE = 3e-2
+
+
+def split_batch_in_two(batch: Any, samples: int) -> tuple[Any, Any, int] | None:
+    """Return the halves of a batch and the samples of the first; None where it cannot be cut.
+
+    Tensors whose first dimension is ``samples`` are cut, and so are lists of that length; all else goes to both.
+    """
+    if samples < 2:
+        return None
+    # not in the middle where it can be helped: a loss that ignores sizes would pass with equal halves
+    first = max(1, samples // 3)
+    return _cut(batch, samples, 0, first), _cut(batch, samples, first, samples), first
+
+
+def _cut(value: Any, samples: int, start: int, stop: int) -> Any:
+    if isinstance(value, Tensor):
+        return value[start:stop] if value.ndim and value.shape[0] == samples else value
+    if isinstance(value, dict):
+        return type(value)({key: _cut(item, samples, start, stop) for key, item in value.items()})
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cut(item, samples, start, stop) for item in value))
+    if isinstance(value, list | tuple):
+        if len(value) == samples and not any(isinstance(item, Tensor) and item.ndim for item in value):
+            return value[start:stop]
+        return type(value)(_cut(item, samples, start, stop) for item in value)
+    return value
+
+
+def check_mean_loss(loss_of: Callable[[Any], Tensor | None], batch: Any, *, halves: bool) -> str | None:
+    """Compare the loss of a batch with the weighted losses of its parts.
+
+    Args:
+        loss_of: runs the user's step in eval mode under one fixed random state; called four times on every rank,
+            whatever the batch, since it is collective.
+        batch: this rank's samples.
+        halves: whether this rank's batch may be cut; otherwise the calls are made for the others' sake.
+
+    Returns:
+        What is wrong, or None when the loss is a mean over samples (or that could not be found out).
+    """
+    samples = batch_size_of(batch)
+    parts = split_batch_in_two(batch, samples) if halves else None
+    first, second, count = parts if parts is not None else (batch, batch, samples)
+    losses = [_number(loss_of(part)) for part in (batch, batch, first, second)]
+    if parts is None or any(loss is None for loss in losses):
+        return None
+    whole, again, loss_1, loss_2 = (loss for loss in losses if loss is not None)
+    weighted = (count * loss_1[0] + (samples - count) * loss_2[0]) / samples
+    tolerance = _TOLERANCE.get(whole[1], _COARSE_TOLERANCE)
+    scale = max(abs(whole[0]), abs(loss_1[0]), abs(loss_2[0]), 1e-12)
+    if abs(whole[0] - again[0]) > tolerance * scale or not math.isfinite(whole[0]):
+        return None
+    if abs(whole[0] - weighted) <= tolerance * scale:
+        return None
+    return (
+        f"the loss of {samples} samples is {whole[0]:.6g}, but its parts of {count} and {samples - count} samples, "
+        f"weighted by samples, give {weighted:.6g}: training_step's loss is not a mean over samples (a sum, a "
+        "contrastive or a class-weighted loss?), so uneven shares will not give what one device gives"
+    )
+
+
+def _number(loss: Tensor | None) -> tuple[float, torch.dtype] | None:
+    return None if loss is None else (float(loss.detach()), loss.dtype)
+
+
+def batch_norm_problem(module: nn.Module) -> str | None:
+    """Say which layers normalise over this rank's samples only, or None if there are none in training mode."""
+    names = [
+        name
+        for name, child in module.named_modules()
+        if isinstance(child, nn.modules.batchnorm._BatchNorm)
+        and not isinstance(child, nn.SyncBatchNorm)
+        and child.training
+    ]
+    if not names:
+        return None
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"BatchNorm in training mode ({shown}) normalises over each rank's own samples, so the result depends on how "
+        "the global batch is split: use Trainer(sync_batchnorm=True) on GPUs, freeze it (eval mode), or use LayerNorm "
+        "or GroupNorm"
+    )
+
+
+def combine_findings(findings: Sequence[str | None]) -> str | None:
+    """Return the ranks' findings as one text, each different one once, or None."""
+    different = [text for text in dict.fromkeys(findings) if text]
+    return different[0] if different else None

@@ -1,0 +1,222 @@
+"""At the start of a fit: check the loss, measure the ranks, decide the batch shares."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor
+
+from lightning_hetero.cluster import Cluster
+from lightning_hetero.data import UnevenLoader
+from lightning_hetero.plan import ModelKey, ShardPlan
+from lightning_hetero.planner.shard import plan_shard
+from lightning_hetero.profiler.flops import FlopCounter
+from lightning_hetero.profiler.timer import UnitTimer
+from lightning_hetero.strategies.probe import RankMeasurement, StepMeasurement, measure_rank
+from lightning_hetero.strategies.untouched import untouched
+
+CHECK_SAMPLES = 8
+"""samples on which the loss is checked"""
+
+SAME_CLASS = 0.05
+"""devices of one type whose measured speeds differ by less than this share count as equal"""
+
+
+class FirstBatch:
+    """Runs the user's step on real samples before training starts, without a trace.
+
+    Args:
+        module: the user's module, sharded.
+        loader: the training loader, from whose dataset the samples come.
+        rank: this rank; ranks take different samples.
+        to_device: the strategy's ``batch_to_device``.
+        context: the precision plugin's context for a training step, entered around forward.
+        around: a context for a whole step (emulation), entered around forward and backward.
+        timer: counts this rank's busy seconds.
+        peak_bytes: reads and resets the peak memory; returns None where none is counted.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        loader: UnevenLoader,
+        rank: int,
+        *,
+        to_device: Callable[[Any], Any],
+        context: Callable[[], Any],
+        around: Callable[[], Any],
+        timer: UnitTimer,
+        peak_bytes: Callable[[], int | None],
+    ) -> None:
+        self.module = module
+        self.loader = loader
+        self.rank = rank
+        self._to_device = to_device
+        self._context = context
+        self._around = around
+        self._timer = timer
+        self._peak_bytes = peak_bytes
+
+    def batch(self, samples: int) -> Any:
+        """Return a batch of this many samples on the device; from the dataset's start where it is short."""
+        dataset: Any = self.loader.dataset
+        length = len(self.loader.batch_sampler.order)
+        start = self.rank * samples
+        indices = [(start + i) % length for i in range(samples)]
+        order = self.loader.batch_sampler.order
+        if order.kind == "sampler":
+            indices = [order.indices(0)[i] for i in indices]
+        fetch = getattr(dataset, "__getitems__", None)
+        items = fetch(indices) if callable(fetch) else [dataset[i] for i in indices]
+        collate: Any = self.loader.loader.collate_fn
+        return self._to_device(collate(items))
+
+    def measure_step(self, samples: int) -> StepMeasurement:
+        """Run forward and backward of so many samples; return busy seconds and peak bytes."""
+        with untouched(self.module):
+            batch = self.batch(samples)
+            self._peak_bytes()
+            self._timer.take_s()
+            with self._around():
+                loss = self._step(batch)
+                if loss is not None and loss.requires_grad:
+                    # a share of zero leaves no gradient behind, and costs what a real one costs
+                    (loss * 0.0).backward()
+            busy_s = self._timer.take_s()
+        self._forget_gradients()
+        return StepMeasurement(busy_s, self._peak_bytes())
+
+    def count_flops(self) -> float:
+        """Return the FLOPs of forward and backward of one sample."""
+        with untouched(self.module):
+            batch = self.batch(1)
+            with self._around(), FlopCounter() as counter:
+                loss = self._step(batch)
+                if loss is not None and loss.requires_grad:
+                    (loss * 0.0).backward()
+        self._forget_gradients()
+        return float(counter.flops)
+
+    def loss_of(self, batch: Any) -> Tensor | None:
+        """Return the loss of ``batch`` in eval mode, under one random state, without gradients."""
+        training = {module for module in self.module.modules() if module.training}
+        with untouched(self.module), torch.no_grad():
+            torch.manual_seed(0)
+            for module in training:
+                module.training = False
+            try:
+                with self._around():
+                    return self._step(batch)
+            finally:
+                for module in training:
+                    module.training = True
+
+    def _step(self, batch: Any) -> Tensor | None:
+        step: Any = self.module.training_step
+        arguments = (batch, 0) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else (batch,)
+        with self._context():
+            output = step(*arguments)
+        if isinstance(output, dict):
+            output = output.get("loss")
+        return output if isinstance(output, Tensor) else None
+
+    def _forget_gradients(self) -> None:
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the plan is made from, per rank."""
+
+    seconds_per_sample: tuple[float, ...]
+    fixed_seconds: tuple[float, ...]
+    fixed_bytes: tuple[int, ...] | None
+    bytes_per_sample: tuple[float, ...] | None
+
+
+def pool_measurements(measured: Sequence[RankMeasurement], device_types: Sequence[str]) -> Costs:
+    """Put the ranks' measurements together; devices of a type that measured about alike count as one class.
+
+    Each rank's measurement is noisy; a class's median is less so, and equal devices then get equal shares.
+    """
+    per_sample = [m.seconds_per_sample for m in measured]
+    fixed = [m.fixed_s for m in measured]
+    for kind in set(device_types):
+        for members in _classes([r for r, t in enumerate(device_types) if t == kind], per_sample):
+            slope = statistics.median(per_sample[r] for r in members)
+            start = statistics.median(fixed[r] for r in members)
+            for r in members:
+                per_sample[r], fixed[r] = slope, start
+    base = [m.base_bytes for m in measured]
+    growth = [m.bytes_per_sample for m in measured]
+    counted = all(b is not None for b in base) and all(g is not None for g in growth)
+    return Costs(
+        tuple(per_sample),
+        tuple(fixed),
+        tuple(b for b in base if b is not None) if counted else None,
+        tuple(g for g in growth if g is not None) if counted else None,
+    )
+
+
+def _classes(ranks: Sequence[int], seconds: Sequence[float]) -> list[list[int]]:
+    """Cut the ranks, sorted by speed, wherever a class would spread over more than SAME_CLASS."""
+    classes: list[list[int]] = []
+    for rank in sorted(ranks, key=lambda r: seconds[r]):
+        if classes and seconds[rank] <= seconds[classes[-1][0]] * (1 + SAME_CLASS):
+            classes[-1].append(rank)
+        else:
+            classes.append([rank])
+    return classes
+
+
+def measure(first: FirstBatch, max_samples: int) -> RankMeasurement:
+    """Measure this rank (a collective: every rank runs the same number of steps)."""
+    return measure_rank(first.measure_step, max_samples)
+
+
+def plan_from(
+    cluster: Cluster, model: ModelKey, global_batch_size: int, costs: Costs, *, reshard_after_forward: bool
+) -> ShardPlan:
+    """Return the plan with the fastest predicted step that fits every device's memory."""
+    return plan_shard(
+        cluster,
+        model=model,
+        global_batch_size=global_batch_size,
+        seconds_per_sample=costs.seconds_per_sample,
+        fixed_seconds=costs.fixed_seconds,
+        fixed_bytes=costs.fixed_bytes,
+        bytes_per_sample=costs.bytes_per_sample,
+        reshard_after_forward=reshard_after_forward,
+    )
+
+
+def declared_plan(
+    cluster: Cluster, model: ModelKey, global_batch_size: int, *, reshard_after_forward: bool
+) -> ShardPlan:
+    """Return the plan by declared speeds, even where a device has none; what holds until ranks are measured."""
+    speeds = [device.speed_flops_per_s for device in cluster.devices]
+    known = all(speed for speed in speeds)
+    shares = plan_shard(
+        cluster,
+        model=model,
+        global_batch_size=global_batch_size,
+        seconds_per_sample=[1.0 / speed if known and speed else 1.0 for speed in speeds],
+        reshard_after_forward=reshard_after_forward,
+    )
+    # the unit of time is arbitrary here, so nothing is predicted
+    return ShardPlan(
+        global_batch_size=shares.global_batch_size,
+        batch_shares=shares.batch_shares,
+        groups=shares.groups,
+        device_types=shares.device_types,
+        model=model,
+        reshard_after_forward=reshard_after_forward,
+        reasons=("shares by declared speed; nothing was measured",) if known else ("even shares: no speed is known",),
+    )

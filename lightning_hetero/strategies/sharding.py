@@ -1,0 +1,138 @@
+"""Wrap a model with FSDP2 so that gradients are summed, not averaged, over a shard group.
+
+The strategy scales each rank's loss by its share of the global batch; the *sum* of the gradients is then exactly the
+gradient of the mean over the global batch (DESIGN section 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from lightning_hetero.errors import UnsupportedError, raise_all
+from lightning_hetero.models.units import Unit
+
+_STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def check_parameters(root: nn.Module) -> None:
+    """Refuse what FSDP2 cannot shard, naming every such parameter.
+
+    Raises:
+        UnsupportedError: a model without parameters, with uninitialised (lazy) or with 0-dimensional ones.
+    """
+    parameters = list(root.named_parameters())
+    problems = []
+    if not parameters:
+        problems.append(
+            f"{type(root).__name__} has no parameters: there is nothing to train or to shard. Build the network in "
+            "__init__, setup or configure_model"
+        )
+    for name, parameter in parameters:
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            problems.append(f"parameter {name} is uninitialised (a lazy module): run one batch through it first")
+        elif parameter.ndim == 0:
+            problems.append(f"parameter {name} has no dimensions; FSDP2 shards dimension 0: give it the shape [1]")
+    raise_all(UnsupportedError, "hetero_fsdp cannot shard this model", problems)
+
+
+def shard_module(
+    root: nn.Module,
+    units: Sequence[Unit],
+    mesh: DeviceMesh,
+    device: torch.device,
+    *,
+    reshard_after_forward: bool,
+) -> None:
+    """Apply ``fully_shard`` to each block, to the children that hold blocks, and to the root, in place.
+
+    Modules that are already wrapped (by the user's ``configure_model``) are left as they are. Values are rank 0's
+    everywhere: each module is materialised (if on the meta device), broadcast and sharded before the next, so that
+    at most one of them is whole beyond what the user built.
+
+    Args:
+        root: the LightningModule.
+        units: its units; those marked as blocks are wrapped on their own.
+        mesh: 1-D mesh over the ranks of the shard group.
+        device: where this rank's shards live.
+        reshard_after_forward: free a block's gathered parameters after its forward (less memory, one more all-gather).
+    """
+    shared = _Broadcast(device)
+    blocks = [unit.module for unit in units if unit.is_block]
+    holders = [child for child in root.children() if any(block in set(child.modules()) for block in blocks)]
+    for module in [*blocks, *(holder for holder in holders if holder not in blocks)]:
+        if isinstance(module, FSDPModule) or not any(True for _ in module.parameters()):
+            continue
+        shared.from_rank_0(module)
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    shared.from_rank_0(root)
+    if not isinstance(root, FSDPModule):
+        # the root's own parameters are used first in forward and last in backward: gathered once
+        fully_shard(root, mesh=mesh, reshard_after_forward=False)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            # gloo has no PREMUL_SUM, so the factor 1 needs plain sums as well (tried on torch 2.14)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def prefetch_blocks(units: Sequence[Unit], ahead: int = 1) -> None:
+    """Have each block gather the ``ahead`` next ones while it computes, in forward and in backward."""
+    blocks = [unit.module for unit in units if unit.is_block and isinstance(unit.module, FSDPModule)]
+    for i, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(list(blocks[i + 1 : i + 1 + ahead]))
+        block.set_modules_to_backward_prefetch(list(reversed(blocks[max(0, i - ahead) : i])))
+
+
+class _Broadcast:
+    """Gives every rank the values of rank 0, each tensor once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.done: set[int] = set()
+
+    def from_rank_0(self, module: nn.Module) -> None:
+        self._materialise(module)
+        for tensor in self._pending(module):
+            if dist.get_world_size() > 1:
+                dist.broadcast(tensor.detach(), src=0)
+            self.done.add(id(tensor))
+
+    def _pending(self, module: nn.Module) -> Iterator[Tensor]:
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if id(tensor) not in self.done and not _is_sharded(tensor):
+                yield tensor
+
+    def _materialise(self, module: nn.Module) -> None:
+        """Give modules on the meta device memory and initial values, as Lightning's ModelParallelStrategy does."""
+        for name, child in module.named_modules():
+            own = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
+            if not any(tensor.is_meta for tensor in own):
+                continue
+            reset = getattr(child, "reset_parameters", None)
+            if not callable(reset):
+                raise UnsupportedError(
+                    f"{name or type(module).__name__} ({type(child).__name__}) was made on the meta device and has no "
+                    "reset_parameters() to give it values: add one, or build it on a real device"
+                )
+            child.to_empty(device=self.device, recurse=False)
+            reset()
+
+
+def _is_sharded(tensor: Any) -> bool:
+    return isinstance(tensor, torch.distributed.tensor.DTensor)
+
+
+def register_steps(root: nn.Module) -> None:
+    """Let FSDP2 gather the root's parameters in the steps, which Lightning calls instead of ``forward``."""
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    for name in _STEP_METHODS:
+        if hasattr(root, name) and name not in root.__dict__:
+            register_fsdp_forward_method(root, name)

@@ -1,0 +1,141 @@
+"""What each rank did, step by step while it trains, and said once at the end."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_hetero.plan import ShardPlan
+from lightning_hetero.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """What one rank measured over a fit; medians over its full steps.
+
+    Attributes:
+        rank: the rank.
+        device: its device's type.
+        samples: its batch share.
+        steps: full steps that were measured (the first one and those beside validation are left out).
+        step_s: seconds from one step's start to the next one's; None with no full step.
+        busy_s: of these, seconds in the forward and backward of its units.
+        flops_per_sample: floating-point operations of forward and backward; None where they were not counted.
+        peak_bytes: peak memory of the device; None where it is not counted.
+    """
+
+    rank: int
+    device: str
+    samples: int
+    steps: int
+    step_s: float | None
+    busy_s: float | None
+    flops_per_sample: float | None
+    peak_bytes: int | None
+
+    @property
+    def idle_share(self) -> float | None:
+        """Share of the step in which none of the rank's units ran."""
+        if self.step_s is None or self.busy_s is None:
+            return None
+        return max(0.0, 1.0 - self.busy_s / self.step_s)
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Samples of this rank per second."""
+        return None if self.step_s is None else self.samples / self.step_s
+
+    @property
+    def tflops_per_s(self) -> float | None:
+        """10^12 floating-point operations per second, over the whole step."""
+        if self.samples_per_s is None or self.flops_per_sample is None:
+            return None
+        return self.samples_per_s * self.flops_per_sample / 1e12
+
+
+class StepRecorder:
+    """Collects the times of full training steps on one rank."""
+
+    def __init__(self) -> None:
+        self.step_s: list[float] = []
+        self.busy_s: list[float] = []
+        self._started: float | None = None
+
+    def begin_step(self, busy_of_last_s: float, comparable: bool) -> None:
+        """Note that a step begins.
+
+        Args:
+            busy_of_last_s: busy seconds since the last call.
+            comparable: whether the time since the last call is one full step and nothing else.
+        """
+        now = time.perf_counter()
+        if comparable and self._started is not None:
+            self.step_s.append(now - self._started)
+            self.busy_s.append(busy_of_last_s)
+        self._started = now
+
+    def pause(self) -> None:
+        """The time since the last step will not be one step (validation, an epoch's end)."""
+        self._started = None
+
+    def medians(self) -> tuple[float | None, float | None]:
+        """Return the median step and busy seconds, without the first step where there are more."""
+        steps, busy = self.step_s, self.busy_s
+        if len(steps) > 1:
+            steps, busy = steps[1:], busy[1:]
+        return (statistics.median(steps), statistics.median(busy)) if steps else (None, None)
+
+
+def summary_table(ranks: Sequence[RankSummary], plan: ShardPlan, *, emulated: bool) -> Table:
+    """Return the table that a fit ends with: one line a rank, planned against measured."""
+    what = "emulated devices, a rehearsal: not measurements of real ones" if emulated else "measured"
+    table = Table(title=f"hetero_fsdp, {what}", title_justify="left")
+    columns = ("rank", "device", "share", "step", "planned", "busy", "planned", "idle", "planned")
+    for name in (*columns, "samples/s", "TFLOP/s", "peak memory", "planned"):
+        table.add_column(name, justify="left" if name == "device" else "right")
+    for measured in ranks:
+        planned = plan.predictions[measured.rank] if measured.rank < len(plan.predictions) else None
+        table.add_row(
+            str(measured.rank),
+            measured.device,
+            str(measured.samples),
+            _seconds(measured.step_s),
+            _seconds(plan.predicted_step_s),
+            _seconds(measured.busy_s),
+            _seconds(planned.busy_s if planned else None),
+            _percent(measured.idle_share),
+            _percent(planned.idle_share if planned else None),
+            "-" if measured.samples_per_s is None else f"{measured.samples_per_s:.2f}",
+            "-" if measured.tflops_per_s is None else f"{measured.tflops_per_s:.3g}",
+            _bytes(measured.peak_bytes),
+            _bytes(planned.peak_memory_bytes if planned else None),
+        )
+    return table
+
+
+def print_summary(ranks: Sequence[RankSummary], plan: ShardPlan, *, emulated: bool) -> None:
+    """Print :func:`summary_table`, wide enough not to be cut where the output is no terminal."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=150)
+    console.print(summary_table(ranks, plan, emulated=emulated))
+    total = sum(measured.samples_per_s or 0.0 for measured in ranks)
+    if total:
+        console.print(f"together {total:.2f} samples/s")
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else format_seconds(value)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _bytes(value: int | None) -> str:
+    return "-" if value is None else format_bytes(value)
