@@ -149,8 +149,8 @@ class ShardPlan:
             problems.append("batch_shares is empty: give one share per rank")
         if sum(self.batch_shares) != self.global_batch_size:
             problems.append(
-                f"batch_shares sum to {sum(self.batch_shares)}, global_batch_size is {self.global_batch_size}: "
-                f"make them equal"
+                f"batch_shares sum to {sum(self.batch_shares)}, global_batch_size is "
+                f"{self.global_batch_size}: make them equal"
             )
         return problems
 
@@ -184,10 +184,8 @@ class ShardPlan:
 
     def _cluster_problems(self, cluster: Cluster) -> list[str]:
         if cluster.world_size != self.world_size:
-            return [
-                f"the plan is for {self.world_size} ranks, cluster {cluster.name!r} has {cluster.world_size}: "
-                f"{_REPLAN}, or start {self.world_size} ranks"
-            ]
+            counts = f"{self.world_size} ranks, cluster {cluster.name!r} has {cluster.world_size}"
+            return [f"the plan is for {counts}: {_REPLAN}, or start {self.world_size} ranks"]
         return [
             f"device_types[{rank}] is {planned!r}, rank {rank} of cluster {cluster.name!r} is {found!r}: "
             f"{_REPLAN}, or start the ranks in the order of the plan"

@@ -1,5 +1,6 @@
 """Decisions: pure Python, no torch."""
 
-from lightning_hetero.planner.batch import split_batch
+from lightning_hetero.planner.batch import slowest_seconds, split_batch
+from lightning_hetero.planner.shard import plan_shard
 
-__all__ = ["split_batch"]
+__all__ = ["plan_shard", "slowest_seconds", "split_batch"]

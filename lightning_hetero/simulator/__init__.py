@@ -1,1 +1,5 @@
 """Predictions: pure Python, no torch."""
+
+from lightning_hetero.simulator.memory import MemoryPoint, RankMemory, StateBytes, shard_memory
+
+__all__ = ["MemoryPoint", "RankMemory", "StateBytes", "shard_memory"]
