@@ -1,0 +1,83 @@
+"""Steps the arms in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from benchmarks.hetero_speedup import arms
+from benchmarks.hetero_speedup.case import Case, Effort
+from benchmarks.hetero_speedup.ranks import Arm, ArmRanks
+from benchmarks.hetero_speedup.speedup import ArmTimes
+
+Progress = Callable[[str, int], None]
+"""Told (what is running, steps done since the last call)."""
+
+HETERO, EVEN, PLAIN = "hetero_fsdp", "even FSDP2", "plain FSDP2 loop"
+
+
+def solo_name(kind: str) -> str:
+    """The name of the arm of one device kind alone."""
+    return f"{kind} alone"
+
+
+def measure_case(case: Case, effort: Effort, progress: Progress) -> dict[str, ArmTimes]:
+    """Measure hetero_fsdp, the even split and every kind of device alone; returns times by arm name."""
+    with tempfile.TemporaryDirectory() as folder:
+        plan: dict[str, tuple[Arm, Case]] = {HETERO: (arms.hetero_fsdp, case), EVEN: (arms.even_fsdp2, case)}
+        for kind, rank in case.rank_of_kind().items():
+            alone = arms.solo_case(case, rank, Path(folder) / f"rank{rank}.yaml")
+            plan[solo_name(kind)] = (arms.solo, alone)
+        return _alternate(case.name, plan, effort, progress)
+
+
+def measure_overhead(case: Case, effort: Effort, progress: Progress) -> dict[str, ArmTimes]:
+    """Measure hetero_fsdp and a plain FSDP2 loop on equal devices; returns times by arm name."""
+    plan: dict[str, tuple[Arm, Case]] = {HETERO: (arms.hetero_equal, case), PLAIN: (arms.plain_fsdp2, case)}
+    return _alternate(case.name, plan, effort, progress)
+
+
+def steps_of_case(case: Case, effort: Effort) -> int:
+    """Steps that :func:`measure_case` will run, for a progress bar."""
+    return (2 + len(case.rank_of_kind())) * effort.steps_per_arm
+
+
+def _alternate(
+    title: str, plan: Mapping[str, tuple[Arm, Case]], effort: Effort, progress: Progress
+) -> dict[str, ArmTimes]:
+    times = {name: ArmTimes(case.global_batch) for name, (_, case) in plan.items()}
+    with contextlib.ExitStack() as stack:
+        running: dict[str, ArmRanks] = {}
+        # one after the other: arms that start together would measure their devices under each other's load
+        for name, (arm, case) in plan.items():
+            progress(f"{title}: starting {name}", 0)
+            running[name] = stack.enter_context(_closing(ArmRanks(name, arm, case, case.world_size)))
+            times[name].info = running[name].wait_ready()
+            for _ in range(effort.warmup_steps):
+                running[name].step()
+                progress(f"{title}: {name}", 1)
+        for turn in range(effort.turns):
+            # there and back, so that a drift of the machine's speed meets all arms alike
+            order = list(plan) if turn % 2 == 0 else list(reversed(plan))
+            for name in order:
+                progress(f"{title}: {name}", 0)
+                times[name].turns.append(list(_steps(running[name], effort.steps, title, progress)))
+        for ranks in running.values():
+            ranks.stop()
+    return times
+
+
+def _steps(ranks: ArmRanks, steps: int, title: str, progress: Progress) -> Iterator[float]:
+    for _ in range(steps):
+        yield ranks.step()
+        progress(f"{title}: {ranks.name}", 1)
+
+
+@contextlib.contextmanager
+def _closing(ranks: ArmRanks) -> Iterator[ArmRanks]:
+    try:
+        yield ranks
+    finally:
+        ranks.close()

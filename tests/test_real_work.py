@@ -1,0 +1,99 @@
+"""The slow rank of the benchmark's real case really works twice, and changes nothing by it."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from benchmarks.hetero_speedup.doubled import double, vit_units
+from benchmarks.hetero_speedup.model import ViTSize, shard
+from tests.harness import WarmRanks
+
+SIZE = ViTSize(depth=2, width=48, heads=3, patch_pixels=8)
+
+
+def _batch(samples: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(samples, 1, 32, 32, generator=generator)
+    return images, torch.randint(0, 10, (samples,), generator=generator)
+
+
+def _gradients(size: ViTSize, doubled: bool, dropout: float = 0.0) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = size.build()
+    for block in model.blocks:
+        block.attn.proj_drop.p = dropout
+    if doubled:
+        double(vit_units(model))
+    images, labels = _batch(4)
+    cross_entropy(model(images), labels).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_gradients_are_bitwise_unchanged(dropout: float) -> None:
+    expected = _gradients(SIZE, doubled=False, dropout=dropout)
+    found = _gradients(SIZE, doubled=True, dropout=dropout)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_the_work_takes_twice_as_long() -> None:
+    def seconds(doubled: bool) -> list[float]:
+        model = ViTSize(depth=2).build()
+        if doubled:
+            double(vit_units(model))
+        images, labels = _batch(16)
+        times = []
+        for _ in range(5):
+            start_s = time.process_time()
+            cross_entropy(model(images), labels).backward()
+            times.append(time.process_time() - start_s)
+        return times[1:]
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        ratio = median(seconds(True)) / median(seconds(False))
+    finally:
+        torch.set_num_threads(threads)
+    assert 1.8 < ratio < 2.2
+
+
+def test_units_run_twice_without_gradients_too() -> None:
+    model = SIZE.build()
+    calls = []
+    for unit in vit_units(model):
+        inner = next(m for m in unit.modules() if not list(m.children()))
+        inner.register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        model(_batch(1)[0])
+        single = len(calls)
+        double(vit_units(model))
+        model(_batch(1)[0])
+    # norm and head are their own innermost module, whose hooks the repetition goes past
+    assert len(calls) == 3 * single - 2
+
+
+def _sharded_gradients(doubled: bool) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = SIZE.build()
+    if doubled and dist.get_rank() == 1:
+        double(vit_units(model))
+    shard(model, torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
+    images, labels = _batch(4, seed=dist.get_rank())
+    for _ in range(2):
+        cross_entropy(model(images), labels).backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def test_gradients_are_unchanged_under_fsdp2(ranks: WarmRanks) -> None:
+    expected = ranks.run(2, _sharded_gradients, False)
+    found = ranks.run(2, _sharded_gradients, True)
+    assert all(torch.equal(found[0][name], expected[0][name]) for name in expected[0])
