@@ -1,0 +1,1 @@
+"""What runs, measured: marks around units, FLOPs, live memory, devices and links."""
