@@ -186,8 +186,8 @@ def _check_batch(
     if 0 < global_batch_size < least:
         problems.append(
             f"global_batch_size is {global_batch_size}, below {least}, the least that "
-            f"{cluster.world_size} ranks take ({min_samples} each): set it to {least} or more, or use at most "
-            f"{global_batch_size // min_samples} ranks"
+            f"{cluster.world_size} ranks take ({min_samples} each): set it to {least} or more, or use "
+            f"at most {global_batch_size // min_samples} ranks"
         )
     known = [limit for limit in limits if limit is not None]
     if len(known) == len(limits) and sum(known) < global_batch_size:
