@@ -11,6 +11,8 @@ from typing import Any
 from lightning_hetero.cluster.device import Device
 from lightning_hetero.cluster.discovery import discoverer
 from lightning_hetero.cluster.link import Link
+from lightning_hetero.cluster.reader import Content, read_data, read_file
+from lightning_hetero.cluster.writer import to_data, write_file
 from lightning_hetero.errors import ClusterError, raise_all
 
 
@@ -107,16 +109,19 @@ class Cluster:
         Raises:
             ClusterError: listing every problem with its place, value and next step.
         """
-        from lightning_hetero.cluster.reader import read_file
-
-        return read_file(Path(path))
+        return cls._from(*read_file(Path(path)))
 
     @classmethod
     def from_dict(cls, data: object) -> Cluster:
         """Build a cluster from what a cluster file holds; errors as in :meth:`from_yaml`."""
-        from lightning_hetero.cluster.reader import read_data
+        return cls._from(read_data(data, "cluster description"), "cluster description")
 
-        return read_data(data, "cluster description")
+    @classmethod
+    def _from(cls, content: Content, source: str) -> Cluster:
+        try:
+            return cls(**vars(content))
+        except ClusterError as error:
+            raise ClusterError(f"{source}: {error}") from None
 
     def to_yaml(self, path: str | os.PathLike[str]) -> None:
         """Write the cluster file, whole or not at all; ``from_yaml`` gives an equal cluster back.
@@ -124,14 +129,10 @@ class Cluster:
         Raises:
             ClusterError: if the ranks of a node do not follow one another, which the file cannot say.
         """
-        from lightning_hetero.cluster.writer import write_file
-
         write_file(self, Path(path))
 
     def to_dict(self) -> dict[str, Any]:
         """What :meth:`to_yaml` writes, as plain data; errors as there."""
-        from lightning_hetero.cluster.writer import to_data
-
         return to_data(self)
 
     @classmethod

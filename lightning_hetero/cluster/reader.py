@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from lightning_hetero.cluster.cluster import Cluster
 from lightning_hetero.cluster.device import Device
 from lightning_hetero.cluster.link import Link
 from lightning_hetero.cluster.peaks import near_names, preset_for
@@ -21,8 +21,19 @@ SCHEMA = 1
 _NEXT_STEP = "give the path of a cluster file, or make one with Cluster.discover().to_yaml(path)"
 
 
-def read_file(path: Path) -> Cluster:
-    """The cluster that a YAML file describes; raises ``ClusterError`` listing every problem."""
+@dataclass(frozen=True)
+class Content:
+    """What a cluster file says; the fields are those of ``Cluster``."""
+
+    name: str
+    devices: tuple[Device, ...]
+    within_node: Link | None
+    between_nodes: Link | None
+    emulate: bool
+
+
+def read_file(path: Path) -> tuple[Content, str]:
+    """What a YAML file says, and how to name it in errors; raises ``ClusterError`` listing every problem."""
     content = read_text(path, "cluster file", ClusterError, _NEXT_STEP)
     try:
         data = yaml.load(content, Loader=_UniqueKeys)
@@ -30,11 +41,11 @@ def read_file(path: Path) -> Cluster:
         raise ClusterError(
             f"cluster file {path} is not YAML: {_one_line(error)}: correct that line"
         ) from None
-    return read_data(data, f"cluster file {path}")
+    return read_data(data, f"cluster file {path}"), f"cluster file {path}"
 
 
-def read_data(data: object, source: str) -> Cluster:
-    """The cluster that the content of a cluster file describes; ``source`` names it in the error."""
+def read_data(data: object, source: str) -> Content:
+    """What the plain data of a cluster file says; ``source`` names it in the error."""
     record = Record(source, ClusterError)
     top = record.mapping(data, "", ["schema", "name", "nodes"], ["emulate", "links"])
     if top is None:
@@ -49,10 +60,7 @@ def read_data(data: object, source: str) -> Cluster:
     devices = _read_nodes(record, top["nodes"], emulate) if "nodes" in top else []
     within, between = _read_links(record, top.get("links"))
     record.finish()
-    try:
-        return Cluster(name, tuple(devices), within, between, emulate)
-    except ClusterError as error:
-        raise ClusterError(f"{source}: {error}") from None
+    return Content(name, tuple(devices), within, between, emulate)
 
 
 def _read_nodes(record: Record, value: object, emulate: bool) -> list[Device]:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from lightning_hetero.cluster.cluster import Cluster
 from lightning_hetero.cluster.device import Device
 from lightning_hetero.cluster.link import Link
 from lightning_hetero.cluster.reader import SCHEMA
 from lightning_hetero.errors import ClusterError
 from lightning_hetero.records import write_text
 from lightning_hetero.units import exact_bytes, exact_bytes_per_s, exact_flops_per_s, exact_seconds
+
+if TYPE_CHECKING:
+    from lightning_hetero.cluster.cluster import Cluster
 
 
 def write_file(cluster: Cluster, path: Path) -> None:
