@@ -33,6 +33,8 @@ from itertools import accumulate
 from lightning_hetero.costs import UnitCost
 from lightning_hetero.errors import HeteroError, raise_all
 
+_NO_LIMIT = 2**40  # more samples than any batch has
+
 
 @dataclass(frozen=True)
 class StateBytes:
@@ -116,18 +118,17 @@ class RankMemory:
         """The most samples that fit ``capacity_bytes``: -1 if not even 0 do, ``None`` if any number does."""
         if self.peak_bytes(0) > capacity_bytes:
             return -1
-        growing = [point for point in self.points if point.bytes_per_sample > 0]
-        if not growing:
+        if self.peak_bytes(_NO_LIMIT) <= capacity_bytes:
             return None
-        most = min(
-            math.floor((capacity_bytes - point.fixed_bytes) / point.bytes_per_sample) for point in growing
-        )
-        # Rounding of the quotient may be off by one either way.
-        while most > 0 and self.peak_bytes(most) > capacity_bytes:
-            most -= 1
-        while self.peak_bytes(most + 1) <= capacity_bytes:
-            most += 1
-        return most
+        # By bisection: a quotient of floats could be off by a sample.
+        fits, exceeds = 0, _NO_LIMIT
+        while exceeds - fits > 1:
+            middle = (fits + exceeds) // 2
+            if self.peak_bytes(middle) <= capacity_bytes:
+                fits = middle
+            else:
+                exceeds = middle
+        return fits
 
 
 def shard_memory(
