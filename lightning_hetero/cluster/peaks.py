@@ -67,7 +67,7 @@ _ROWS = (
     _preset(
         "B200",
         180,
-        {"fp64": 37, "fp32": 75, "tf32": 1125, "fp16": 2250, "bf16": 2250, "fp8": 4500},
+        {"fp64": 37, "fp32": 75, "tf32": 1100, "fp16": 2250, "bf16": 2250, "fp8": 4500},
         "NVIDIA HGX B200 data sheet, per GPU (an eighth); tensor figures with sparsity, halved",
         "NVIDIA B200",
         "B200-180GB",
