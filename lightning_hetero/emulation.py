@@ -1,0 +1,287 @@
+"""Make a CPU rank behave like a device of the cluster file: as slow, and with as much memory.
+
+After each unit's real forward and backward the rank sleeps until the unit has taken its target: the FLOPs of
+that very call over the device's speed, or the seconds that a costs file gives for the device's type. Sleeping
+costs no CPU, so there may be more ranks than cores. What an emulation says is a rehearsal of a plan, never a
+measurement of the device.
+
+Deadlines are absolute: a sleep that woke late shortens what comes next, so that totals stay true::
+
+    unit        |--compute--|----sleep----|~late|                  target of the first unit: up to "~"
+    next unit                                   |--compute--|--|   ends where the targets' sum does
+
+So do units without FLOPs (norms, embeddings), and the overruns of units shorter than a millisecond, spread
+over the units that follow. Waiting for others never does: collectives run between the marks, where no clock
+runs. A longer unit whose real compute overran its target is counted as late and not made up for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_hetero.cluster import Device
+from lightning_hetero.costs import ModelCosts, UnitTiming
+from lightning_hetero.emulation_report import EmulationReport, PhaseTally
+from lightning_hetero.errors import ClusterError, EmulatedOutOfMemoryError, HeteroError, raise_all
+from lightning_hetero.models.units import Unit
+from lightning_hetero.profiler.flops import op_flops
+from lightning_hetero.profiler.marks import Phase, UnitListener, UnitMarks
+from lightning_hetero.profiler.memory import LiveStorages, tensors_in
+from lightning_hetero.profiler.ops import OpObserver
+from lightning_hetero.units import format_bytes
+
+_SPIN_S = 60e-6
+"""A sleep ends this long before its deadline (Linux wakes some 55 us late); the rest is waited for awake."""
+
+_SHORT_S = 1e-3
+"""Units with a shorter target are not timed one by one: scheduling and dispatch alone take that long."""
+
+_REPAID = 0.01
+"""Share of a unit's target by which it is shortened, at most, for the sake of units too short to be timed."""
+
+OUTSIDE = "outside units"
+"""Name in reports of operations with FLOPs that ran in no unit; each takes its own FLOPs / speed."""
+
+
+class Emulation:
+    """One rank's emulated device.
+
+    ::
+
+        emulation = Emulation(device, rank, find_units(module))
+        emulation.start(module, optimizers)           # after wrapping with DDP or FSDP2
+        for batch in loader:
+            with emulation.step(batch):               # around forward, backward and optimizer step
+                ...
+        emulation.stop()
+        print(emulation.report().describe(world_size))
+
+    Args:
+        device: the device to behave like; its ``actual_speed_flops_per_s`` is the speed.
+        rank: this rank, named in errors.
+        units: the model's units.
+        costs: seconds per unit and device type, in place of FLOPs / speed.
+        account_memory: whether going over ``device.memory_bytes`` is an error.
+        listeners: told of units' begins and ends as well, around the emulation: the time between includes the
+            sleep.
+
+    Raises:
+        ClusterError: the device has no speed and there are no costs.
+        HeteroError: the costs lack a unit or this device type; lists all that is missing.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        rank: int,
+        units: Sequence[Unit],
+        costs: ModelCosts | None = None,
+        account_memory: bool = True,
+        listeners: Sequence[UnitListener] = (),
+    ) -> None:
+        self.device = device
+        self.rank = rank
+        self.units = tuple(units)
+        self.storages = LiveStorages(self._check_memory) if account_memory else None
+        self._timings = None if costs is None else _timings(self.units, costs, device.type)
+        if costs is None and device.actual_speed_flops_per_s is None:
+            raise ClusterError(
+                f"rank {rank} ({device.type}) has no speed to emulate: give one, such as 6 GFLOP/s, or "
+                "a costs file"
+            )
+        self._marks = UnitMarks(self.units, [*listeners, self])
+        self._tallies: dict[tuple[str, Phase], PhaseTally] = {}
+        self._open: tuple[int, Phase] | None = None
+        self._began_s = 0.0
+        self._flops = 0
+        self._peak_bytes = 0
+        self._overslept_s = 0.0
+        self._owed_s = 0.0
+        self._overruns: list[tuple[PhaseTally, float]] = []
+        self._samples: int | None = None
+        self._active = False
+
+    def start(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
+        """Attach to the model, after any wrapping, and count what it holds already.
+
+        Args:
+            module: parameters, gradients and buffers are counted, of every rank its own shards.
+            optimizers: whose state is counted.
+
+        Raises:
+            EmulatedOutOfMemoryError: these alone do not fit.
+        """
+        self._marks.attach()
+        self.count(module, optimizers)
+
+    def count(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
+        """Count what was made outside of steps, such as a restored optimizer state; once each."""
+        if self.storages is not None:
+            self.storages.add_module(module)
+            for optimizer in optimizers:
+                self.storages.add_optimizer(optimizer)
+
+    def stop(self) -> None:
+        """Detach from the model. What was reported so far stays."""
+        self._marks.detach()
+
+    @contextmanager
+    def step(self, batch: object = None, samples: int | None = None) -> Iterator[None]:
+        """Emulate what runs inside: forward, backward, optimizer step, collectives; training or not.
+
+        Args:
+            batch: what the step was given; its tensors count as memory.
+            samples: samples in each forward, for costs; by default the first dimension of the batch's first
+                tensor.
+
+        Raises:
+            EmulatedOutOfMemoryError: at the operation whose result does not fit any more.
+        """
+        if self._active:
+            raise RuntimeError("an emulated step is running already: steps do not nest")
+        tensors = list(tensors_in(batch))
+        if samples is None:
+            samples = next((tensor.shape[0] for tensor in tensors if tensor.ndim > 0), None)
+        self._samples = samples
+        if self.storages is not None:
+            self.storages.add(tensors, "the batch")
+        self._active = True
+        try:
+            with OpObserver(self._observe):
+                yield
+            self._marks.close()
+        finally:
+            self._active = False
+            self._marks.close()  # after an exception, without sleeping
+            self._end_step()
+
+    def speed_flops_per_s(self) -> float:
+        """The device's speed now, asked at every unit."""
+        return self.device.actual_speed_flops_per_s or 0.0
+
+    def take_peak_bytes(self) -> int | None:
+        """The most that was live since the last call; ``None`` where memory is not accounted."""
+        if self.storages is None:
+            return None
+        peak_bytes = self.storages.peak_bytes
+        self._peak_bytes = max(self._peak_bytes, peak_bytes)
+        self.storages.reset_peak()
+        return peak_bytes
+
+    def report(self) -> EmulationReport:
+        """What ran so far."""
+        return EmulationReport.of(
+            self.rank,
+            self.device,
+            self._tallies,
+            from_costs=self._timings is not None,
+            peak_bytes=None if self.storages is None else max(self._peak_bytes, self.storages.peak_bytes),
+        )
+
+    def begin(self, unit_index: int, phase: Phase) -> None:
+        """A unit's compute begins. Called by the marks; outside of steps nothing is emulated."""
+        self._open = (unit_index, phase)
+        self._flops = 0
+        self._began_s = time.perf_counter()
+
+    def end(self, unit_index: int, phase: Phase) -> None:
+        """A unit's compute is done: sleep for what is left of its target. Called by the marks."""
+        opened, self._open = self._open, None
+        if not self._active or opened is None:
+            return
+        if self._timings is None:
+            target_s = self._flops / self.speed_flops_per_s()
+        else:
+            target_s = self._target_from_costs(self._timings[unit_index], phase)
+        self._pace(self.units[unit_index].name, phase, self._began_s, target_s)
+
+    def _target_from_costs(self, timing: UnitTiming, phase: Phase) -> float:
+        if self._samples is None:
+            raise HeteroError(
+                "emulation by a costs file needs the number of samples, and the batch holds no tensor: "
+                "call step(batch, samples=...)"
+            )
+        return timing.forward_s(self._samples) if phase == "forward" else timing.backward_s(self._samples)
+
+    def _observe(
+        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, began_s: float
+    ) -> None:
+        flops = op_flops(op, args, kwargs, out)
+        if self.storages is not None:
+            self.storages.observe(op, kwargs, out)
+        if self._open is not None:
+            self._flops += flops
+        elif flops and self._timings is None:
+            self._pace(OUTSIDE, "forward", began_s, flops / self.speed_flops_per_s())
+
+    def _pace(self, name: str, phase: Phase, began_s: float, target_s: float) -> None:
+        """Let ``target_s`` seconds have passed since ``began_s``, less what is overdue."""
+        done_s = time.perf_counter()
+        overrun_s = done_s - began_s - target_s
+        repaid_s = min(self._owed_s, _REPAID * target_s)
+        deadline_s = began_s + target_s - self._overslept_s - repaid_s
+        tally = self._tallies.setdefault((name, phase), PhaseTally())
+        if overrun_s <= 0:
+            _sleep_until(deadline_s)
+            self._overslept_s = time.perf_counter() - deadline_s
+            self._owed_s -= repaid_s
+        elif target_s >= _SHORT_S:
+            tally.add_late(overrun_s)
+            self._overslept_s = 0.0  # made up for, the CPU would only stay behind
+        else:
+            self._owed_s += overrun_s
+            if target_s > 0:
+                self._overruns.append((tally, overrun_s))
+        tally.add(target_s, time.perf_counter() - began_s)
+
+    def _end_step(self) -> None:
+        """Count short units as late where they were not made up for. The next step owes nothing."""
+        if self._owed_s > max(_SHORT_S, 0.5 * sum(overrun_s for _, overrun_s in self._overruns)):
+            for tally, overrun_s in self._overruns:
+                tally.add_late(overrun_s)
+        self._overslept_s = self._owed_s = 0.0
+        self._overruns.clear()
+
+    def _check_memory(self, added_bytes: int, what: str) -> None:
+        storages, limit = self.storages, self.device.memory_bytes
+        if storages is None or storages.current_bytes <= limit or storages.recount() <= limit:
+            return
+        free = max(0, limit - (storages.current_bytes - added_bytes))
+        raise EmulatedOutOfMemoryError(
+            f"rank {self.rank} (emulated {self.device.type}, {format_bytes(limit)}) is out of memory: {what} "
+            f"wants {format_bytes(added_bytes)} ({added_bytes} bytes), {format_bytes(free)} ({free} bytes) are "
+            "free: give the rank fewer samples, or shard the model over more ranks"
+        )
+
+
+def _timings(units: Sequence[Unit], costs: ModelCosts, device_type: str) -> list[UnitTiming]:
+    by_name = {cost.name: cost for cost in costs.units}
+    problems = []
+    found = []
+    for unit in units:
+        cost = by_name.get(unit.name)
+        if cost is None:
+            problems.append(f"unit {unit.name!r} has no costs: profile this model, or add it")
+        elif device_type not in cost.timings:
+            known = ", ".join(cost.timings) or "none"
+            problems.append(
+                f"unit {unit.name!r} has no timing for device type {device_type!r} (has: {known})"
+            )
+        else:
+            found.append(cost.timings[device_type])
+    raise_all(HeteroError, f"costs of model {costs.model!r} cannot emulate a {device_type}", problems)
+    return found
+
+
+def _sleep_until(deadline_s: float) -> None:
+    left_s = deadline_s - time.perf_counter()
+    if left_s > _SPIN_S:
+        time.sleep(left_s - _SPIN_S)
+    while time.perf_counter() < deadline_s:
+        pass
