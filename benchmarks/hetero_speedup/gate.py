@@ -44,8 +44,8 @@ class GateCallback(Callback):
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report ready and wait for the first turn."""
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Report ready and wait for the first turn; by now a strategy has measured and planned."""
         plan = getattr(trainer.strategy, "plan", None)
         shares = getattr(plan, "batch_shares", None)
         self.gate.ready({"strategy": type(trainer.strategy).__name__, "batch_shares": shares})

@@ -1,0 +1,1 @@
+"""Tables and figures; the only part that imports matplotlib."""
