@@ -60,7 +60,8 @@ class Emulation:
             with emulation.step(batch):               # around forward, backward and optimizer step
                 ...
         emulation.stop()
-        print(emulation.report().describe(world_size))
+        print(late_line([emulation.report()]))        # lightning_hetero.emulation_report; None when all were
+        in time
 
     Args:
         device: the device to behave like; its ``actual_speed_flops_per_s`` is the speed.
@@ -92,8 +93,7 @@ class Emulation:
         self._timings = None if costs is None else _timings(self.units, costs, device.type)
         if costs is None and device.actual_speed_flops_per_s is None:
             raise ClusterError(
-                f"rank {rank} ({device.type}) has no speed to emulate: give one, such as 6 GFLOP/s, or "
-                "a costs file"
+                f"rank {rank} ({device.type}) has no speed to emulate: give one, such as 6 GFLOP/s, or a costs file"
             )
         self._marks = UnitMarks(self.units, [*listeners, self])
         self._tallies: dict[tuple[str, Phase], PhaseTally] = {}
@@ -176,13 +176,9 @@ class Emulation:
 
     def report(self) -> EmulationReport:
         """What ran so far."""
-        return EmulationReport.of(
-            self.rank,
-            self.device,
-            self._tallies,
-            from_costs=self._timings is not None,
-            peak_bytes=None if self.storages is None else max(self._peak_bytes, self.storages.peak_bytes),
-        )
+        peak_bytes = None if self.storages is None else max(self._peak_bytes, self.storages.peak_bytes)
+        from_costs = self._timings is not None
+        return EmulationReport.of(self.rank, self.device, self._tallies, from_costs=from_costs, peak_bytes=peak_bytes)
 
     def begin(self, unit_index: int, phase: Phase) -> None:
         """A unit's compute begins. Called by the marks; outside of steps nothing is emulated."""
@@ -209,9 +205,7 @@ class Emulation:
             )
         return timing.forward_s(self._samples) if phase == "forward" else timing.backward_s(self._samples)
 
-    def _observe(
-        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, began_s: float
-    ) -> None:
+    def _observe(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, began_s: float) -> None:
         flops = op_flops(op, args, kwargs, out)
         if self.storages is not None:
             self.storages.observe(op, kwargs, out)
@@ -242,7 +236,7 @@ class Emulation:
 
     def _end_step(self) -> None:
         """Count short units as late where they were not made up for. The next step owes nothing."""
-        if self._owed_s > max(_SHORT_S, 0.5 * sum(overrun_s for _, overrun_s in self._overruns)):
+        if min(self._owed_s, sum(overrun_s for _, overrun_s in self._overruns)) > _SHORT_S:
             for tally, overrun_s in self._overruns:
                 tally.add_late(overrun_s)
         self._overslept_s = self._owed_s = 0.0
@@ -253,10 +247,11 @@ class Emulation:
         if storages is None or storages.current_bytes <= limit or storages.recount() <= limit:
             return
         free = max(0, limit - (storages.current_bytes - added_bytes))
+        who = f"rank {self.rank} (emulated {self.device.type}, {format_bytes(limit)})"
         raise EmulatedOutOfMemoryError(
-            f"rank {self.rank} (emulated {self.device.type}, {format_bytes(limit)}) is out of memory: {what} "
-            f"wants {format_bytes(added_bytes)} ({added_bytes} bytes), {format_bytes(free)} ({free} bytes) are "
-            "free: give the rank fewer samples, or shard the model over more ranks"
+            f"{who} is out of memory: {what} wants {format_bytes(added_bytes)} ({added_bytes} bytes), "
+            f"{format_bytes(free)} ({free} bytes) are free: give the rank fewer samples, or shard the model "
+            "over more ranks"
         )
 
 
@@ -270,9 +265,7 @@ def _timings(units: Sequence[Unit], costs: ModelCosts, device_type: str) -> list
             problems.append(f"unit {unit.name!r} has no costs: profile this model, or add it")
         elif device_type not in cost.timings:
             known = ", ".join(cost.timings) or "none"
-            problems.append(
-                f"unit {unit.name!r} has no timing for device type {device_type!r} (has: {known})"
-            )
+            problems.append(f"unit {unit.name!r} has no timing for device type {device_type!r} (has: {known})")
         else:
             found.append(cost.timings[device_type])
     raise_all(HeteroError, f"costs of model {costs.model!r} cannot emulate a {device_type}", problems)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_hetero.cluster import Device
@@ -120,25 +120,12 @@ class EmulationReport:
     def _timed(self) -> tuple[UnitPhase, ...]:
         return tuple(phase for phase in self.phases if phase.target_s > 0)
 
-    def describe(self, ranks: int) -> str:
-        """One line, labelled as emulated: whether this CPU kept up.
-
-        Args:
-            ranks: number of ranks in the job.
-        """
-        what = f"a {self.device_type}"
-        if self.speed_flops_per_s is not None:
-            what = format_flops_per_s(self.speed_flops_per_s)
-        where = f"{what} on {ranks} rank{'s' if ranks != 1 else ''}"
-        if not self.units_late:
-            return f"emulated: no unit was late ({where}, {self.units_run} units)"
-        # rounding must not turn a few late units into none
-        share = max(1, round(100 * self.late_share))
-        return (
-            f"emulated: this CPU is too slow to emulate {where}: {share} % of units were late "
-            f"(rank {self.rank}, {self.device_type}: {self.units_late} of {self.units_run}, "
-            f"{format_seconds(self.late_s)} in all)"
-        )
+    @property
+    def what(self) -> str:
+        """What was emulated: the speed, or the device type where a costs file gave the times."""
+        if self.speed_flops_per_s is None:
+            return f"a {self.device_type}"
+        return format_flops_per_s(self.speed_flops_per_s)
 
     @classmethod
     def of(
@@ -173,3 +160,28 @@ class EmulationReport:
             peak_bytes=peak_bytes,
             phases=phases,
         )
+
+
+def late_line(reports: Sequence[EmulationReport]) -> str | None:
+    """One line that says how many units were late, labelled as emulated; ``None`` when none was.
+
+    Args:
+        reports: of every rank of the job.
+    """
+    late = [report for report in reports if report.units_late]
+    if not late:
+        return None
+    ranks = f"{len(reports)} rank{'s' if len(reports) > 1 else ''}"
+    whats = " and ".join(dict.fromkeys(report.what for report in late))
+    share = sum(report.units_late for report in reports) / sum(report.units_run for report in reports)
+    each = ", ".join(
+        f"rank {report.rank} ({report.device_type}) {_percent(report.late_share)} by "
+        f"{format_seconds(report.late_s)} in all"
+        for report in late
+    )
+    return f"emulated: this CPU is too slow to emulate {whats} on {ranks}: {_percent(share)} of units were late: {each}"
+
+
+def _percent(share: float) -> str:
+    # Rounding must not turn a few late units into none.
+    return f"{max(1, round(100 * share))} %"
