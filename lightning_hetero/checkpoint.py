@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -24,6 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
@@ -135,7 +136,7 @@ def write_sharded(state: dict[str, Any], module: nn.Module, optimizers: list[Opt
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     dist.barrier()
-    dcp.save(_sharded_state(module, optimizers), checkpoint_id=temporary)
+    save(_sharded_state(module, optimizers), checkpoint_id=temporary)
     if rank == 0:
         torch.save(state, temporary / METADATA)
         _replace_folder(temporary, path)
@@ -159,7 +160,7 @@ def read_sharded(module: nn.Module, optimizers: list[Optimizer], path: Path, wei
     """Load a sharded checkpoint in place, under any number of ranks (a collective); return all but the tensors."""
     options = StateDictOptions(strict=True)
     state = _sharded_state(module, optimizers)
-    dcp.load(state, checkpoint_id=path)
+    load(state, checkpoint_id=path)
     set_model_state_dict(module, state["state_dict"], options=options)
     for i, optimizer in enumerate(optimizers):
         set_optimizer_state_dict(module, optimizer, state[f"optimizer_{i}"], options=options)

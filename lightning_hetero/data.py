@@ -13,7 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from lightning_hetero.errors import DataError
 
@@ -147,12 +154,18 @@ class UnevenLoader:
         announce: Callable[[tuple[int, ...]], None],
         agree: Agree,
     ) -> None:
-        order = SampleOrder(len(cast(Sized, loader.dataset)), loader.sampler, seed)
-        self.batch_sampler = UnevenBatchSampler(order, rank, global_batch_size, split, bool(loader.drop_last))
-        self.loader = with_batch_sampler(loader, self.batch_sampler)
+        batches = cast(BatchSampler, loader.batch_sampler)
+        order = SampleOrder(len(cast(Sized, loader.dataset)), batches.sampler, seed)
+        self.uneven = UnevenBatchSampler(order, rank, global_batch_size, split, batches.drop_last)
+        self.loader = with_batch_sampler(loader, self.uneven)
         self._announce = announce
         self._agree = agree
         self._consumed = 0
+
+    @property
+    def batch_sampler(self) -> Any:
+        """What gives this rank's indices, batch by batch."""
+        return self.loader.batch_sampler
 
     @property
     def dataset(self) -> Any:
@@ -180,46 +193,49 @@ class UnevenLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order comes next; a position kept from another epoch is forgotten."""
-        if epoch != self.batch_sampler.epoch:
-            self.batch_sampler.epoch = epoch
-            self.batch_sampler.first_batch = 0
+        if epoch != self.uneven.epoch:
+            self.uneven.epoch = epoch
+            self.uneven.first_batch = 0
             self._consumed = 0
 
     def __len__(self) -> int:
-        return len(self.batch_sampler)
+        return len(self.uneven)
 
     def __iter__(self) -> Iterator[Any]:
-        first = self.batch_sampler.first_batch
-        if self.batch_sampler.order.kind == "sampler":
+        first = self.uneven.first_batch
+        if self.uneven.order.kind == "sampler":
             self._check_order()
         self._consumed = first
         for batch, data in enumerate(self.loader, start=first):
             # counted when handed out: what workers have read ahead is not consumed
             self._consumed = batch + 1
-            self._announce(self.batch_sampler.sizes(batch))
+            self._announce(self.uneven.sizes(batch))
             yield data
-        self.batch_sampler.first_batch = 0
+        self.uneven.first_batch = 0
 
     def _check_order(self) -> None:
-        indices = self.batch_sampler.order.indices(self.batch_sampler.epoch)
+        indices = self.uneven.order.indices(self.uneven.epoch)
         digest = int.from_bytes(hashlib.sha256(repr(indices).encode()).digest()[:7], "big")
         if len(set(self._agree(digest))) > 1:
             raise DataError(
-                f"the sampler {type(self.batch_sampler.order.sampler).__name__} gives different orders on different "
+                f"the sampler {type(self.uneven.order.sampler).__name__} gives different orders on different "
                 "ranks, so their shares would overlap. Seed it the same everywhere (torch's generator is seeded with "
                 "seed + epoch before it is iterated), or use a batch sampler of your own that knows its rank."
             )
 
+    def skip(self, epoch: int, batches: int) -> None:
+        """Begin the next iteration of ``epoch`` after so many batches, which a resumed run has behind it."""
+        self.uneven.epoch = epoch
+        self.uneven.first_batch = self._consumed = batches
+
     def state_dict(self) -> dict[str, int]:
-        """Return the position: the epoch and the batches handed out in it."""
+        """Return the position: the epoch and the batches handed out in it. Lightning takes it as resumable for this."""
         consumed = self._consumed if self._consumed < len(self) else 0
-        return {"epoch": self.batch_sampler.epoch, "consumed": consumed}
+        return {"epoch": self.uneven.epoch, "consumed": consumed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue after the batches that ``state`` counts; the next iteration starts there."""
-        self.batch_sampler.epoch = int(state["epoch"])
-        self.batch_sampler.first_batch = int(state["consumed"])
-        self._consumed = self.batch_sampler.first_batch
+        self.skip(int(state["epoch"]), int(state["consumed"]))
 
 
 class KeptLoader:
@@ -228,9 +244,7 @@ class KeptLoader:
     Ranks compare sizes before each batch: the step is weighted by them, and all stop when the first one has no more.
     """
 
-    def __init__(
-        self, loader: Iterable[Any], *, announce: Callable[[tuple[int, ...]], None], agree: Agree
-    ) -> None:
+    def __init__(self, loader: Iterable[Any], *, announce: Callable[[tuple[int, ...]], None], agree: Agree) -> None:
         self.loader = loader
         self._announce = announce
         self._agree = agree
@@ -266,9 +280,7 @@ class KeptLoader:
 class SizedKeptLoader(KeptLoader):
     """A :class:`KeptLoader` whose length is known: the shortest over the ranks."""
 
-    def __init__(
-        self, loader: Any, *, announce: Callable[[tuple[int, ...]], None], agree: Agree
-    ) -> None:
+    def __init__(self, loader: Any, *, announce: Callable[[tuple[int, ...]], None], agree: Agree) -> None:
         super().__init__(loader, announce=announce, agree=agree)
         self._length = min(agree(len(loader)))
 

@@ -52,15 +52,19 @@ class Classifier(pl.LightningModule):
         loss = F.cross_entropy(logits, labels)
         self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.log("only_step", loss, on_step=True, on_epoch=False, sync_dist=True)
-        self.log("largest", loss, on_step=False, on_epoch=True, sync_dist=True, reduce_fx="max")
+        self.log("images", float(len(images)), on_step=False, on_epoch=True, sync_dist=True, reduce_fx="sum")
         return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+class Validated(Classifier):
+    """The same with validation."""
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         images, labels = batch
         self.log("val_loss", F.cross_entropy(self(images), labels), sync_dist=True)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 
 @dataclass(frozen=True)
@@ -177,12 +181,10 @@ def dataset(samples: int, precision: str) -> TensorDataset:
 def run(fit: Fit, strategy: Any, *, rank_batch: int, order: Any = None, **trainer_options: Any) -> Outcome:
     """Fit under any strategy and say what came of it."""
     torch.manual_seed(3)
-    module = Classifier(fit.network, through_self=fit.through_self)
+    module = (Validated if fit.validate else Classifier)(fit.network, through_self=fit.through_self)
     data = dataset(fit.samples, fit.precision)
     watched = Watched(data)
-    loader = DataLoader(
-        watched, batch_size=rank_batch, shuffle=fit.shuffle if order is None else None, sampler=order
-    )
+    loader = DataLoader(watched, batch_size=rank_batch, shuffle=fit.shuffle if order is None else None, sampler=order)
     recorder = Recorder()
     trainer = pl.Trainer(
         strategy=strategy,
@@ -222,7 +224,10 @@ def on_one_device(fit: Fit) -> Outcome:
 
 def cluster_for(ranks: int) -> Cluster:
     """As many devices, of a type each."""
-    return Cluster("test", tuple(Device(type=f"d{r}", node="n", memory_bytes=2**34, speed_flops_per_s=1e9) for r in range(ranks)))
+    return Cluster(
+        "test",
+        tuple(Device(type=f"d{r}", node="n", memory_bytes=2**34, speed_flops_per_s=1e9) for r in range(ranks)),
+    )
 
 
 def plan_for(fit: Fit) -> ShardPlan:

@@ -50,7 +50,7 @@ class UnitTimer:
     def _now(self) -> float | torch.cuda.Event:
         if not self._cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 

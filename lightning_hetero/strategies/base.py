@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
-from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
+from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from lightning_hetero.cluster import Cluster
@@ -26,7 +27,14 @@ CLUSTER_VARIABLE = "LIGHTNING_HETERO_CLUSTER"
 """environment variable that names a cluster file, for ``Trainer(strategy="hetero_fsdp")``"""
 
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
-_PRECISION_NAMES = {None: "32-true", 32: "32-true", 64: "64-true", "32": "32-true", "64": "64-true", "bf16": "bf16-mixed"}
+_PRECISION_NAMES = {
+    None: "32-true",
+    32: "32-true",
+    64: "64-true",
+    "32": "32-true",
+    "64": "64-true",
+    "bf16": "bf16-mixed",
+}
 
 
 class HeteroStrategy(ParallelStrategy):
@@ -70,7 +78,7 @@ class HeteroStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Lightning asks this of strategies it does not know (else it ignores ``sync_dist``)."""
+        """True: Lightning asks strategies it does not know (else it ignores ``sync_dist``)."""
         return True
 
     @property
@@ -130,7 +138,7 @@ class HeteroStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def setup_environment(self) -> None:
         """Start the process group and the watch over the other ranks."""

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_hetero import checkpoint as state_io
 from lightning_hetero.errors import HeteroError
+from lightning_hetero.strategies import lightning_adapter
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.fsdp import HeteroFSDPStrategy
@@ -80,6 +81,7 @@ class Checkpoints:
         strategy = self._strategy
         path = strategy.broadcast(path)
         plan = strategy.plan
+        lightning_adapter.drop_loader_states(checkpoint)
         checkpoint[STATE_KEY] = {
             "global_batch_size": strategy.global_batch_size,
             "batch_shares": list(plan.batch_shares) if plan is not None else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -12,25 +12,30 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
-from lightning_hetero.callbacks.emulated_devices import EmulatedDevices
+from lightning_hetero.callbacks import EmulatedDevices
 from lightning_hetero.cluster import Cluster
+from lightning_hetero.costs import ModelCosts
 from lightning_hetero.data import UnevenLoader
 from lightning_hetero.errors import HeteroError, PlanError, UnsupportedError
-from lightning_hetero.models.units import Unit, find_units
+from lightning_hetero.models.units import find_units
 from lightning_hetero.plan import ModelKey, ShardPlan
-from lightning_hetero.profiler.marks import UnitMarks
-from lightning_hetero.profiler.timer import UnitTimer
 from lightning_hetero.strategies import lightning_adapter, planning, torch_adapter
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.checkpoints import Checkpoints
+from lightning_hetero.strategies.instruments import Instruments
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.loss_check import batch_norm_problem, check_mean_loss, combine_findings
-from lightning_hetero.strategies.sharding import check_parameters, prefetch_blocks, register_steps, shard_module
+from lightning_hetero.strategies.sharding import (
+    check_parameters,
+    prefetch_blocks,
+    register_steps,
+    shard_module,
+)
 from lightning_hetero.strategies.summary import RankSummary, StepRecorder, print_summary
 from lightning_hetero.strategies.untouched import untouched
 
@@ -52,6 +57,8 @@ class HeteroFSDPStrategy(HeteroStrategy):
         plan: "auto" measures the ranks at the start of a fit and plans; a plan or the path of one is taken as it is.
         global_batch_size: samples per step over all ranks. Default: the training loader's batch size times the number
             of ranks, or what the checkpoint that is resumed from was trained with.
+        costs: with an emulated cluster, the seconds that its devices' units take, in place of FLOPs / speed; a path is
+            read as JSON.
         wrap: classes whose instances are wrapped one by one; default: blocks found by structure.
         check_loss: what to do when the loss is not a mean over samples, or BatchNorm makes the result depend on the
             split: "warn", "error" or "off".
@@ -78,6 +85,7 @@ class HeteroFSDPStrategy(HeteroStrategy):
         plan: Literal["auto"] | str | Path | ShardPlan = "auto",
         *,
         global_batch_size: int | None = None,
+        costs: str | Path | ModelCosts | None = None,
         wrap: set[type[torch.nn.Module]] | None = None,
         check_loss: CheckLoss = "warn",
         reshard_after_forward: bool | Literal["auto"] = "auto",
@@ -101,11 +109,12 @@ class HeteroFSDPStrategy(HeteroStrategy):
         self._reshard = reshard_after_forward
         self._summary = summary
         self.summaries: list[RankSummary] = []
+        self._instruments: Instruments  # from set-up on
         self._loaders = Loaders(self, global_batch_size)
         self._checkpoints = Checkpoints(self, save_distributed_checkpoint, weights_only)
         self._sizes: tuple[int, ...] | None = None
-        self._marks: UnitMarks | None = None
-        self._emulated: EmulatedDevices | None = None
+        self._batch: Any = None
+        self._costs = _read_costs(costs)
         self._flops_per_sample: float | None = None
 
     # -- set-up --------------------------------------------------------------------------------------------------------
@@ -152,9 +161,16 @@ class HeteroFSDPStrategy(HeteroStrategy):
             # gloo's all-gathers block unless they are asynchronous and asked for ahead (DESIGN 5)
             torch_adapter.set_unshard_async(module, True)
             prefetch_blocks(units)
-        self._timer = UnitTimer(self.root_device)
-        self._recorder = StepRecorder()
-        self._start_emulation(units)
+        assert self.cluster is not None
+        if self.cluster.emulate and any(isinstance(c, EmulatedDevices) for c in self._trainer.callbacks):
+            raise UnsupportedError(
+                f"cluster {self.cluster.name!r} is emulated by the strategy already: leave the EmulatedDevices "
+                "callback out, or the devices would be slowed twice"
+            )
+        emulated = self.cluster.devices[self.global_rank] if self.cluster.emulate else None
+        self._instruments = Instruments(
+            module, units, self.root_device, self.global_rank, emulated=emulated, costs=self._costs
+        )
 
     def _decide_reshard(self, module: pl.LightningModule) -> bool:
         if self._given_plan is not None:
@@ -164,16 +180,6 @@ class HeteroFSDPStrategy(HeteroStrategy):
         assert self.cluster is not None
         whole = sum(p.numel() * p.element_size() for p in module.parameters())
         return whole * 10 > min(device.memory_bytes for device in self.cluster.devices)
-
-    def _start_emulation(self, units: tuple[Unit, ...]) -> None:
-        trainer = self._trainer
-        theirs = [callback for callback in trainer.callbacks if isinstance(callback, EmulatedDevices)]
-        assert self.cluster is not None
-        self._emulated = theirs[0] if theirs else None
-        if self._emulated is None and self.cluster.emulate:
-            # the hooks of the callback put the emulation where any strategy has it, ours included
-            self._emulated = EmulatedDevices(self.cluster)
-            trainer.callbacks.append(self._emulated)
 
     @property
     def _trainer(self) -> pl.Trainer:
@@ -216,9 +222,10 @@ class HeteroFSDPStrategy(HeteroStrategy):
         """Check the loss and measure the ranks on the first samples, and plan."""
         trainer = self._trainer
         self._loaders.check_single(lightning_adapter.train_loaders(trainer))
-        lightning_adapter.load_loader_position(trainer)
         loader = self._loaders.train
         if isinstance(loader, UnevenLoader):
+            self._instruments.count(self.optimizers)
+            loader.skip(trainer.current_epoch, lightning_adapter.batches_to_skip(trainer))
             self._look_at_first_batch(loader)
         if self.plan is not None and not self.plan_is_given:
             assert self.cluster is not None
@@ -227,14 +234,14 @@ class HeteroFSDPStrategy(HeteroStrategy):
                 f"hetero_fsdp: {self.cluster.describe()}; batch shares {shares} of {self.plan.global_batch_size}"
             )
         self._recorder = StepRecorder()
-        self._timer.take_s()
-        self._take_peak_bytes()
+        self._instruments.timer.take_s()
+        self._instruments.take_peak_bytes()
 
     def _look_at_first_batch(self, loader: UnevenLoader) -> None:
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
             rank_zero_info("hetero_fsdp: with manual optimization the loss is not checked and ranks are not measured")
-            self.plan = self.plan or self._declared_plan(loader.batch_sampler.global_batch_size)
+            self.plan = self.plan or self._declared_plan(loader.uneven.global_batch_size)
             return
         first = planning.FirstBatch(
             self.lightning_module,
@@ -242,16 +249,14 @@ class HeteroFSDPStrategy(HeteroStrategy):
             self.global_rank,
             to_device=self.batch_to_device,
             context=self.precision_plugin.train_step_context,
-            around=self._around_step,
-            timer=self._timer,
-            peak_bytes=self._take_peak_bytes,
+            instruments=self._instruments,
         )
         if self._check_loss != "off":
             self._check_first_batch(first)
         if self._summary:
             self._flops_per_sample = first.count_flops()
         if self.plan is None:
-            self.plan = self._measured_plan(first, loader.batch_sampler.global_batch_size)
+            self.plan = self._measured_plan(first, loader.uneven.global_batch_size)
 
     def _check_first_batch(self, first: planning.FirstBatch) -> None:
         batch = first.batch(planning.CHECK_SAMPLES)
@@ -270,18 +275,8 @@ class HeteroFSDPStrategy(HeteroStrategy):
         plan = planning.plan_from(
             self.cluster, self._model_key, global_batch_size, costs, reshard_after_forward=self._reshard_now
         )
-        return self.broadcast(plan)
-
-    def _around_step(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._emulated is None else self._emulated.step()
-
-    def _take_peak_bytes(self) -> int | None:
-        """Return the peak memory since the last call; None where nothing counts it."""
-        if self.root_device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.root_device)
-            torch.cuda.reset_peak_memory_stats(self.root_device)
-            return peak
-        return None if self._emulated is None else self._emulated.take_peak_bytes()
+        shared: ShardPlan = self.broadcast(plan)
+        return shared
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -296,8 +291,9 @@ class HeteroFSDPStrategy(HeteroStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Note the sizes of this batch on all ranks."""
         full = self._sizes is not None and sum(self._sizes) == self.global_batch_size
-        self._recorder.begin_step(self._timer.take_s(), comparable=full and batch_idx > 0)
+        self._recorder.begin_step(self._instruments.timer.take_s(), comparable=full and batch_idx > 0)
         self._sizes = self._loaders.next_train_sizes()
+        self._batch = batch
 
     @contextmanager
     def _taking_part(self) -> Iterator[None]:
@@ -311,20 +307,28 @@ class HeteroFSDPStrategy(HeteroStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step on this rank's samples."""
-        with self._taking_part():
+        with self._instruments.step(self._batch), self._taking_part():
             return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Scale the loss by this rank's share of the samples, so that the gradients' sum is the global mean's."""
         if self._sizes is not None:
             closure_loss = closure_loss * (self._sizes[self.global_rank] / sum(self._sizes))
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
+        with self._instruments.step(self._batch):
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Run the closure (forward and backward) and the optimizer's step."""
+        with self._instruments.step(self._batch):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _eval_step(self, step: Any, *args: Any, **kwargs: Any) -> Any:
         before, self._sizes = self._sizes, self._loaders.next_eval_sizes()
         try:
-            with self._taking_part():
-                return step(*args, **kwargs)
+            with self._instruments.step(args[0] if args else None), self._taking_part():
+                output = step(*args, **kwargs)
+            # what a rank without samples computed is a repetition of another one's
+            return output if self.step_samples() > 0 else None
         finally:
             self._sizes = before
 
@@ -338,8 +342,7 @@ class HeteroFSDPStrategy(HeteroStrategy):
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step on this rank's samples; a rank without any predicts nothing."""
-        output = self._eval_step(super().predict_step, *args, **kwargs)
-        return output
+        return self._eval_step(super().predict_step, *args, **kwargs)
 
     def on_validation_start(self) -> None:
         """The time until the next training step is not a step's."""
@@ -366,17 +369,18 @@ class HeteroFSDPStrategy(HeteroStrategy):
             step_s=step_s,
             busy_s=busy_s,
             flops_per_sample=self._flops_per_sample,
-            peak_bytes=self._take_peak_bytes(),
+            peak_bytes=self._instruments.take_peak_bytes(),
+            emulation=self._instruments.report(),
         )
+        self._batch = None
         self.summaries = self.gather_objects(own)
         if self._summary and self.is_global_zero:
-            print_summary(self.summaries, plan, emulated=self._emulated is not None)
+            print_summary(self.summaries, plan)
 
     def teardown(self) -> None:
         """Take our hooks off the module."""
-        if self._marks is not None:
-            self._marks.detach()
-            self._marks = None
+        if hasattr(self, "_instruments"):
+            self._instruments.close()
         super().teardown()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -418,6 +422,10 @@ class HeteroFSDPStrategy(HeteroStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Give each rank its shards of the optimizers' states."""
         self._checkpoints.load_optimizers(checkpoint)
+
+
+def _read_costs(costs: str | Path | ModelCosts | None) -> ModelCosts | None:
+    return costs if isinstance(costs, ModelCosts | None) else ModelCosts.load(costs)
 
 
 def _read_plan(plan: str | Path | ShardPlan) -> ShardPlan:

@@ -6,6 +6,7 @@ Each piece says which private name it touches and why nothing public will do.
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -16,25 +17,28 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from torch import Tensor
 
+from lightning_hetero.data import with_batch_sampler
+
 __all__ = [
     "SubprocessLauncher",
+    "batches_to_skip",
+    "drop_loader_states",
     "forget_train_dataloader",
     "give_device_mesh",
-    "index_batch_sampler",
     "init_process_group",
     "keep_users_samplers",
-    "load_loader_position",
     "reduce_over_ranks",
     "train_loaders",
     "trainer_arguments",
     "users_samplers_kept",
     "weigh_logged_values",
+    "with_index_tracking",
+    "without_index_tracking",
 ]
 
 SubprocessLauncher = _SubprocessScriptLauncher
 init_process_group = _init_dist_connection
 reduce_over_ranks = _sync_ddp_if_available
-index_batch_sampler = _IndexBatchSamplerWrapper
 
 
 class WeightedReduction(Protocol):
@@ -64,7 +68,8 @@ class _WeightedMetric(_ResultMetric):
         if not self.is_tensor:
             super().update(value, batch_size)
             return
-        if not torch.is_floating_point(value):
+        if value.dtype not in (torch.float32, torch.float64):
+            # as Lightning does: values are kept in 32 bits or more
             value = value.to(torch.get_default_dtype())
         own = self.owner.step_samples() if self.in_batch else batch_size
         if self._is_weighted_mean:
@@ -153,6 +158,19 @@ def users_samplers_kept(trainer: pl.Trainer) -> bool:
     return choice is False
 
 
+def with_index_tracking(batch_sampler: Any) -> Any:
+    """Return a batch sampler off which Lightning's prediction loop reads the indices; it asks for this very class."""
+    return _IndexBatchSamplerWrapper(batch_sampler)
+
+
+def without_index_tracking(loader: Any) -> Any:
+    """Return the loader that Lightning wrapped for predicting as it was before; any other one as it is."""
+    wrapper = getattr(loader, "batch_sampler", None)
+    if not isinstance(wrapper, _IndexBatchSamplerWrapper):
+        return loader
+    return with_batch_sampler(loader, wrapper._batch_sampler)
+
+
 def trainer_arguments() -> dict[str, Any]:
     """Return ``devices`` and ``precision`` as the user passed them to the Trainer being built; {} outside of that.
 
@@ -160,12 +178,12 @@ def trainer_arguments() -> dict[str, Any]:
     strategy can look, so the arguments are read from its ``__init__``, which is on the stack when it calls
     ``Strategy._configure_launcher``.
     """
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         code = frame.f_code
         if code.co_name == "__init__" and code.co_filename.endswith("accelerator_connector.py"):
             return {name: frame.f_locals.get(name) for name in ("devices", "precision")}
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return {}
 
 
@@ -175,15 +193,24 @@ def train_loaders(trainer: pl.Trainer) -> int:
     return 0 if combined is None else len(combined.flattened)
 
 
-def load_loader_position(trainer: pl.Trainer) -> None:
-    """Apply the checkpoint's loader states when the loaders were set up before they were restored.
+def batches_to_skip(trainer: pl.Trainer) -> int:
+    """Return how many batches of the epoch a resumed fit has behind it; 0 for a fresh one or at an epoch's end.
 
-    ``trainer.estimated_stepping_batches`` inside ``configure_optimizers`` sets the loaders up early, and then Lightning
-    forgets ``_combined_loader_states_to_load``.
+    Lightning's own count. Its mechanism for stateful loaders is not used: it loads their states only if the loaders are
+    set up after the restoration (``trainer.estimated_stepping_batches`` sets them up before), and refuses a checkpoint
+    with a loader's state on one device, whose loader is a plain one.
     """
     loop = trainer.fit_loop
-    if loop._combined_loader is not None and loop._combined_loader_states_to_load:
-        loop._load_combined_loader_states()
+    if not loop.restarting:
+        return 0
+    done = loop.epoch_loop.batch_progress.current.ready
+    return 0 if done >= trainer.num_training_batches else done
+
+
+def drop_loader_states(checkpoint: dict[str, Any]) -> None:
+    """Leave the loaders' states out of a checkpoint, in place, so that one device's plain loader can resume it."""
+    fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
+    fit_loop.get("state_dict", {}).pop("combined_loader", None)
 
 
 def forget_train_dataloader(trainer: pl.Trainer) -> None:

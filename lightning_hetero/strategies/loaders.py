@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch.utils.data import DataLoader
+from lightning.pytorch.utilities import rank_zero_info
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.data import (
@@ -79,10 +79,12 @@ class Loaders:
 
     def process(self, loader: Any) -> Any:
         """Return what Lightning is to iterate in place of ``loader``."""
+        assert self._strategy.lightning_module is not None
         trainer = self._strategy.lightning_module.trainer
         evaluating = trainer.state.stage in _EVAL_STAGES
         announce = self._eval_sizes.append if evaluating else self._announce_train
         agree = self._strategy.gather_numbers
+        loader = lightning_adapter.without_index_tracking(loader)
         if can_be_split(loader) and not lightning_adapter.users_samplers_kept(trainer):
             loader = self._split(loader, evaluating, predicting=trainer.predicting)
         else:
@@ -95,7 +97,7 @@ class Loaders:
 
     def _split(self, loader: DataLoader[Any], evaluating: bool, predicting: bool) -> UnevenLoader:
         strategy = self._strategy
-        size = (loader.batch_size or 1) * strategy.world_size
+        size = cast(BatchSampler, loader.batch_sampler).batch_size * strategy.world_size
         if not evaluating:
             size = self.global_batch_size = self.global_batch_size or size
         if size < strategy.world_size:
@@ -113,9 +115,8 @@ class Loaders:
             agree=strategy.gather_numbers,
         )
         if predicting:
-            # Lightning reads the indices of predictions off this class
-            wrapped = lightning_adapter.index_batch_sampler(uneven.batch_sampler)
-            uneven.loader = with_batch_sampler(uneven.loader, wrapped)
+            tracked = lightning_adapter.with_index_tracking(uneven.uneven)
+            uneven.loader = with_batch_sampler(uneven.loader, tracked)
         return uneven
 
     def _announce_train(self, sizes: tuple[int, ...]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.data import batch_size_of
+from lightning_hetero.strategies import torch_adapter
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE_TOLERANCE = 3e-2
@@ -84,13 +85,7 @@ def _number(loss: Tensor | None) -> tuple[float, torch.dtype] | None:
 
 def batch_norm_problem(module: nn.Module) -> str | None:
     """Say which layers normalise over this rank's samples only, or None if there are none in training mode."""
-    names = [
-        name
-        for name, child in module.named_modules()
-        if isinstance(child, nn.modules.batchnorm._BatchNorm)
-        and not isinstance(child, nn.SyncBatchNorm)
-        and child.training
-    ]
+    names = torch_adapter.batch_norms(module)
     if not names:
         return None
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -17,7 +17,7 @@ from lightning_hetero.data import UnevenLoader
 from lightning_hetero.plan import ModelKey, ShardPlan
 from lightning_hetero.planner.shard import plan_shard
 from lightning_hetero.profiler.flops import FlopCounter
-from lightning_hetero.profiler.timer import UnitTimer
+from lightning_hetero.strategies.instruments import Instruments
 from lightning_hetero.strategies.probe import RankMeasurement, StepMeasurement, measure_rank
 from lightning_hetero.strategies.untouched import untouched
 
@@ -37,9 +37,7 @@ class FirstBatch:
         rank: this rank; ranks take different samples.
         to_device: the strategy's ``batch_to_device``.
         context: the precision plugin's context for a training step, entered around forward.
-        around: a context for a whole step (emulation), entered around forward and backward.
-        timer: counts this rank's busy seconds.
-        peak_bytes: reads and resets the peak memory; returns None where none is counted.
+        instruments: time this rank, count its memory, emulate its device.
     """
 
     def __init__(
@@ -50,26 +48,22 @@ class FirstBatch:
         *,
         to_device: Callable[[Any], Any],
         context: Callable[[], Any],
-        around: Callable[[], Any],
-        timer: UnitTimer,
-        peak_bytes: Callable[[], int | None],
+        instruments: Instruments,
     ) -> None:
         self.module = module
         self.loader = loader
         self.rank = rank
         self._to_device = to_device
         self._context = context
-        self._around = around
-        self._timer = timer
-        self._peak_bytes = peak_bytes
+        self._instruments = instruments
 
     def batch(self, samples: int) -> Any:
         """Return a batch of this many samples on the device; from the dataset's start where it is short."""
         dataset: Any = self.loader.dataset
-        length = len(self.loader.batch_sampler.order)
+        length = len(self.loader.uneven.order)
         start = self.rank * samples
         indices = [(start + i) % length for i in range(samples)]
-        order = self.loader.batch_sampler.order
+        order = self.loader.uneven.order
         if order.kind == "sampler":
             indices = [order.indices(0)[i] for i in indices]
         fetch = getattr(dataset, "__getitems__", None)
@@ -81,25 +75,25 @@ class FirstBatch:
         """Run forward and backward of so many samples; return busy seconds and peak bytes."""
         with untouched(self.module):
             batch = self.batch(samples)
-            self._peak_bytes()
-            self._timer.take_s()
-            with self._around():
+            self._instruments.take_peak_bytes()
+            self._instruments.timer.take_s()
+            with self._instruments.step(batch):
                 loss = self._step(batch)
                 if loss is not None and loss.requires_grad:
                     # a share of zero leaves no gradient behind, and costs what a real one costs
-                    (loss * 0.0).backward()
-            busy_s = self._timer.take_s()
+                    (loss * 0.0).backward()  # type: ignore[no-untyped-call]
+            busy_s = self._instruments.timer.take_s()
         self._forget_gradients()
-        return StepMeasurement(busy_s, self._peak_bytes())
+        return StepMeasurement(busy_s, self._instruments.take_peak_bytes())
 
     def count_flops(self) -> float:
         """Return the FLOPs of forward and backward of one sample."""
         with untouched(self.module):
             batch = self.batch(1)
-            with self._around(), FlopCounter() as counter:
+            with self._instruments.step(batch), FlopCounter() as counter:
                 loss = self._step(batch)
                 if loss is not None and loss.requires_grad:
-                    (loss * 0.0).backward()
+                    (loss * 0.0).backward()  # type: ignore[no-untyped-call]
         self._forget_gradients()
         return float(counter.flops)
 
@@ -111,7 +105,7 @@ class FirstBatch:
             for module in training:
                 module.training = False
             try:
-                with self._around():
+                with self._instruments.step(batch):
                     return self._step(batch)
             finally:
                 for module in training:

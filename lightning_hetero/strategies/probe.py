@@ -5,7 +5,6 @@ The times are those of the model's units (UnitTimer): a rank's own speed, though
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -41,9 +40,7 @@ class StepMeasurement:
     peak_bytes: int | None
 
 
-def measure_rank(
-    run: Callable[[int], StepMeasurement], max_samples: int, budget_s: float = 1.5
-) -> RankMeasurement:
+def measure_rank(run: Callable[[int], StepMeasurement], max_samples: int, budget_s: float = 2.5) -> RankMeasurement:
     """Time steps of two sizes and fit ``fixed + per sample``.
 
     Args:
@@ -58,18 +55,18 @@ def measure_rank(
     run(1)
     single = run(1)
     samples = max(1, min(max_samples, int(budget_s / max(single.busy_s, 1e-9))))
-    half = max(1, samples // 2)
+    # far apart, so that noise in the smaller one moves the slope little
+    few = max(1, samples // 4)
     small, large = [], []
     for _ in range(REPEATS):
-        small.append(run(half))
+        small.append(run(few))
         large.append(run(samples))
-    per_sample, fixed = _line(
-        half, statistics.median(m.busy_s for m in small), samples, statistics.median(m.busy_s for m in large)
-    )
+    # whatever disturbs a step makes it longer, so the shortest one is the truest
+    per_sample, fixed = _line(few, min(m.busy_s for m in small), samples, min(m.busy_s for m in large))
     peaks = (small[-1].peak_bytes, large[-1].peak_bytes)
     if peaks[0] is None or peaks[1] is None:
         return RankMeasurement(per_sample, fixed, samples)
-    bytes_per_sample, base = _line(half, peaks[0], samples, peaks[1])
+    bytes_per_sample, base = _line(few, peaks[0], samples, peaks[1])
     return RankMeasurement(per_sample, fixed, samples, int(base), bytes_per_sample)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from lightning_hetero.emulation_report import EmulationReport
 from lightning_hetero.plan import ShardPlan
 from lightning_hetero.units import format_bytes, format_seconds
 
@@ -27,6 +28,7 @@ class RankSummary:
         busy_s: of these, seconds in the forward and backward of its units.
         flops_per_sample: floating-point operations of forward and backward; None where they were not counted.
         peak_bytes: peak memory of the device; None where it is not counted.
+        emulation: how well this CPU kept up with the device it emulated; None for a real device.
     """
 
     rank: int
@@ -37,6 +39,7 @@ class RankSummary:
     busy_s: float | None
     flops_per_sample: float | None
     peak_bytes: int | None
+    emulation: EmulationReport | None = None
 
     @property
     def idle_share(self) -> float | None:
@@ -91,8 +94,9 @@ class StepRecorder:
         return (statistics.median(steps), statistics.median(busy)) if steps else (None, None)
 
 
-def summary_table(ranks: Sequence[RankSummary], plan: ShardPlan, *, emulated: bool) -> Table:
+def summary_table(ranks: Sequence[RankSummary], plan: ShardPlan) -> Table:
     """Return the table that a fit ends with: one line a rank, planned against measured."""
+    emulated = any(rank.emulation is not None for rank in ranks)
     what = "emulated devices, a rehearsal: not measurements of real ones" if emulated else "measured"
     table = Table(title=f"hetero_fsdp, {what}", title_justify="left")
     columns = ("rank", "device", "share", "step", "planned", "busy", "planned", "idle", "planned")
@@ -118,15 +122,19 @@ def summary_table(ranks: Sequence[RankSummary], plan: ShardPlan, *, emulated: bo
     return table
 
 
-def print_summary(ranks: Sequence[RankSummary], plan: ShardPlan, *, emulated: bool) -> None:
+def print_summary(ranks: Sequence[RankSummary], plan: ShardPlan) -> None:
     """Print :func:`summary_table`, wide enough not to be cut where the output is no terminal."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=150)
-    console.print(summary_table(ranks, plan, emulated=emulated))
+    console.print(summary_table(ranks, plan))
     total = sum(measured.samples_per_s or 0.0 for measured in ranks)
     if total:
         console.print(f"together {total:.2f} samples/s")
+    reports = [rank.emulation for rank in ranks if rank.emulation is not None]
+    if reports:
+        worst = max(reports, key=lambda report: report.late_share)
+        console.print(worst.describe(len(ranks)), highlight=False)
 
 
 def _seconds(value: float | None) -> str:

@@ -5,10 +5,15 @@ Each piece says which private name it touches and why nothing public will do.
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_hetero.strategies.failure import Store
 
 
 def set_unshard_async(root: nn.Module, enabled: bool) -> None:
@@ -21,17 +26,30 @@ def set_unshard_async(root: nn.Module, enabled: bool) -> None:
         root._set_unshard_async_op(enabled)
 
 
-def default_store() -> dist.Store:
+def batch_norms(module: nn.Module) -> list[str]:
+    """Return the names of layers that normalise over this rank's samples only, in training mode.
+
+    ``_BatchNorm`` is the base of all of them and has no public name.
+    """
+    return [
+        name
+        for name, child in module.named_modules()
+        if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm) and child.training
+    ]
+
+
+def default_store() -> Store:
     """Return the default process group's store, on a connection of its own where the store has one.
 
     ``distributed_c10d._get_default_store`` has no public form; the store is where a failing rank can still be heard
     when collectives no longer work.
     """
-    store = distributed_c10d._get_default_store()
+    store: Any = distributed_c10d._get_default_store()
     try:
-        return store.clone()
+        own: Store = store.clone()
+        return own
     except (AttributeError, NotImplementedError, RuntimeError):
-        return store
+        return cast(Store, store)
 
 
 def abort_process_group() -> None:

@@ -14,7 +14,15 @@ from torchmetrics import Metric
 
 # what nn.Module and LightningModule keep for themselves; restored by the frameworks or not changed by a step
 _NOT_USER_STATE = frozenset(
-    {"_parameters", "_modules", "_buffers", "_hparams", "_log_hyperparams", "_example_input_array", "_trainer"}
+    {
+        "_parameters",
+        "_modules",
+        "_buffers",
+        "_hparams",
+        "_log_hyperparams",
+        "_example_input_array",
+        "_trainer",
+    }
 )
 
 
@@ -30,7 +38,7 @@ def untouched(module: pl.LightningModule, *, silence_logs: bool = True) -> Itera
         silence_logs: make ``self.log`` do nothing meanwhile. A rank without samples logs, with weight 0, since logging
             may be a collective.
     """
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     metrics = [(metric, _copy_of(metric.__dict__)) for metric in module.modules() if isinstance(metric, Metric)]
     state = _user_state(module)

@@ -1,0 +1,93 @@
+"""What measures this rank while it trains, and emulates its device where the cluster file says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_hetero.cluster import Device
+from lightning_hetero.costs import ModelCosts
+from lightning_hetero.emulation import Emulation
+from lightning_hetero.emulation_report import EmulationReport
+from lightning_hetero.models.units import Unit
+from lightning_hetero.profiler.marks import UnitMarks
+from lightning_hetero.profiler.timer import UnitTimer
+
+
+class Instruments:
+    """Marks on the model's units, a timer of this rank's own seconds, and the emulation of a device.
+
+    Args:
+        module: the model, wrapped already.
+        units: its units.
+        root_device: where it runs.
+        rank: this rank.
+        emulated: the device to behave like; None runs as fast as the real one does.
+        costs: seconds of an emulated device's units, in place of FLOPs / speed.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[Unit],
+        root_device: torch.device,
+        rank: int,
+        *,
+        emulated: Device | None = None,
+        costs: ModelCosts | None = None,
+    ) -> None:
+        self.module = module
+        self.timer = UnitTimer(root_device)
+        self._root_device = root_device
+        self._emulation: Emulation | None = None
+        self._marks: UnitMarks | None = None
+        self._inside = False
+        if emulated is not None:
+            # the timer stands around the emulation, so that what it reads includes the sleep
+            self._emulation = Emulation(emulated, rank, units, costs, listeners=[self.timer])
+            self._emulation.start(module)
+        else:
+            self._marks = UnitMarks(units, [self.timer])
+            self._marks.attach()
+
+    def count(self, optimizers: Sequence[Optimizer]) -> None:
+        """Count the memory that was made outside of steps."""
+        if self._emulation is not None:
+            self._emulation.count(self.module, optimizers)
+
+    @contextmanager
+    def step(self, batch: Any = None) -> Iterator[None]:
+        """Emulate what runs inside; within another such step it changes nothing."""
+        if self._emulation is None or self._inside:
+            yield
+            return
+        self._inside = True
+        try:
+            with self._emulation.step(batch):
+                yield
+        finally:
+            self._inside = False
+
+    def take_peak_bytes(self) -> int | None:
+        """Return the peak memory since the last call; None where nothing counts it."""
+        if self._root_device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._root_device)
+            torch.cuda.reset_peak_memory_stats(self._root_device)
+            return peak
+        return None if self._emulation is None else self._emulation.take_peak_bytes()
+
+    def report(self) -> EmulationReport | None:
+        """Return what was emulated, or None on real devices."""
+        return None if self._emulation is None else self._emulation.report()
+
+    def close(self) -> None:
+        """Take the marks off the model."""
+        if self._emulation is not None:
+            self._emulation.stop()
+        if self._marks is not None:
+            self._marks.detach()
