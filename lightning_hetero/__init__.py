@@ -27,7 +27,7 @@ __all__ = [
     "__version__",
 ]
 try:
-    import lightning_hetero.profiler.devices  # Cluster.discover()
+    import lightning_hetero.profiler.devices  # noqa: F401  (gives Cluster.discover() its function)
     from lightning_hetero.callbacks import EmulatedDevices
     from lightning_hetero.strategies import HeteroFSDPStrategy, register
 except ModuleNotFoundError as missing:

@@ -83,7 +83,7 @@ class HeteroStrategy(ParallelStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """This rank's device."""
+        """The device of this rank."""
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
 
@@ -126,8 +126,8 @@ class HeteroStrategy(ParallelStrategy):
             ranks = asked * self.num_nodes
         if ranks != self.cluster.world_size:
             problems.append(
-                f"cluster {self.cluster.name!r} has {self.cluster.world_size} devices, but {ranks} ranks were asked for "
-                f"(devices={arguments.get('devices')!r}, num_nodes={self.num_nodes}): one rank per device; "
+                f"cluster {self.cluster.name!r} has {self.cluster.world_size} devices, but {ranks} ranks were asked "
+                f"for (devices={arguments.get('devices')!r}, num_nodes={self.num_nodes}): one rank per device; "
                 + ("leave devices out, or " if self.cluster.emulate else "")
                 + f"make both {self.cluster.world_size}"
             )
@@ -157,8 +157,8 @@ class HeteroStrategy(ParallelStrategy):
         lightning_adapter.keep_users_samplers(self.lightning_module.trainer)
         if self.cluster is not None and self.cluster.world_size != self.world_size:
             raise ClusterError(
-                f"cluster {self.cluster.name!r} has {self.cluster.world_size} devices, but {self.world_size} ranks were "
-                "started: one rank per device; change the cluster file or the launcher's number of processes"
+                f"cluster {self.cluster.name!r} has {self.cluster.world_size} devices, but {self.world_size} ranks "
+                "were started: one rank per device; change the cluster file or the launcher's number of processes"
             )
 
     def teardown(self) -> None:

@@ -162,7 +162,8 @@ class HeteroFSDPStrategy(HeteroStrategy):
             torch_adapter.set_unshard_async(module, True)
             prefetch_blocks(units)
         assert self.cluster is not None
-        if self.cluster.emulate and any(isinstance(c, EmulatedDevices) for c in self._trainer.callbacks):
+        trainer: Any = self._trainer  # its callbacks are not typed
+        if self.cluster.emulate and any(isinstance(c, EmulatedDevices) for c in trainer.callbacks):
             raise UnsupportedError(
                 f"cluster {self.cluster.name!r} is emulated by the strategy already: leave the EmulatedDevices "
                 "callback out, or the devices would be slowed twice"
@@ -202,7 +203,7 @@ class HeteroFSDPStrategy(HeteroStrategy):
             lightning_adapter.forget_train_dataloader(self._trainer)
 
     def split(self, samples: int) -> tuple[int, ...]:
-        """Return how many of so many samples each rank takes: by the plan, or by declared speeds before there is one."""
+        """Return how many of so many samples each rank takes: by the plan, or by declared speeds before that."""
         plan = self.plan
         if plan is None:
             plan = self._declared_plan(max(samples, self.world_size))

@@ -128,8 +128,8 @@ class Loaders:
         self._said.add("kept")
         rank_zero_info(
             f"hetero_fsdp keeps the batches of {type(loader).__name__} as each rank makes them (an iterable dataset, a "
-            "batch sampler of your own, or use_distributed_sampler=False): each step is weighted by their sizes, and an "
-            "epoch ends with the rank that has fewest. Make it give each rank other samples."
+            "batch sampler of your own, or use_distributed_sampler=False): each step is weighted by their sizes, and "
+            "an epoch ends with the rank that has fewest. Make it give each rank other samples."
         )
 
     def check_single(self, loaders: int) -> None:

@@ -13,6 +13,10 @@ STEPS = 2 + 2 * REPEATS
 """steps that :func:`measure_rank` runs; the same on every rank, since each step is collective"""
 
 
+NEGLIGIBLE = 0.05
+"""a fixed part below this share of the step is taken for noise, which a line would carry far beyond its points"""
+
+
 @dataclass(frozen=True)
 class RankMeasurement:
     """What one rank measured.
@@ -40,7 +44,7 @@ class StepMeasurement:
     peak_bytes: int | None
 
 
-def measure_rank(run: Callable[[int], StepMeasurement], max_samples: int, budget_s: float = 2.5) -> RankMeasurement:
+def measure_rank(run: Callable[[int], StepMeasurement], max_samples: int, budget_s: float = 4.0) -> RankMeasurement:
     """Time steps of two sizes and fit ``fixed + per sample``.
 
     Args:
@@ -71,10 +75,10 @@ def measure_rank(run: Callable[[int], StepMeasurement], max_samples: int, budget
 
 
 def _line(x0: int, y0: float, x1: int, y1: float) -> tuple[float, float]:
-    """Return slope and intercept through two points, both >= 0, or (y1 / x1, 0)."""
+    """Return slope and intercept through two points, or (y1 / x1, 0) where the intercept may be noise."""
     if x1 > x0:
         slope = (y1 - y0) / (x1 - x0)
         intercept = y1 - slope * x1
-        if slope > 0 and intercept >= 0:
+        if slope > 0 and intercept >= NEGLIGIBLE * y1:
             return slope, intercept
     return y1 / x1, 0.0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from lightning_hetero.emulation_report import EmulationReport
+from lightning_hetero.emulation_report import EmulationReport, late_line
 from lightning_hetero.plan import ShardPlan
 from lightning_hetero.units import format_bytes, format_seconds
 
@@ -132,9 +132,9 @@ def print_summary(ranks: Sequence[RankSummary], plan: ShardPlan) -> None:
     if total:
         console.print(f"together {total:.2f} samples/s")
     reports = [rank.emulation for rank in ranks if rank.emulation is not None]
-    if reports:
-        worst = max(reports, key=lambda report: report.late_share)
-        console.print(worst.describe(len(ranks)), highlight=False)
+    late = late_line(reports)
+    if late is not None:
+        console.print(late, highlight=False)
 
 
 def _seconds(value: float | None) -> str:
