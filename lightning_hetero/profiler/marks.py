@@ -163,9 +163,7 @@ class UnitMarks:
             self._begin_backward(call)
 
         # An input that is passed through is made by another unit.
-        made = [
-            t for t in _grad_tensors(output) if t.grad_fn is not None and t.grad_fn not in call.input_nodes
-        ]
+        made = [t for t in _grad_tensors(output) if t.grad_fn is not None and t.grad_fn not in call.input_nodes]
         for tensor in made:
             # Hooks on the tensor run before hooks on its node: ours, FSDP2's gather (put there next), the
             # begin.
