@@ -43,6 +43,8 @@ def test_equal_devices_leave_nothing_to_win() -> None:
 
 def test_overhead_is_a_ratio_of_step_times() -> None:
     assert overhead(_arm(8, [1.03]), _arm(8, [1.0])) == pytest.approx(1.03)
+    # a machine that is twice as slow for one turn of both changes nothing
+    assert overhead(_arm(8, [1.03], [2.06]), _arm(8, [1.0], [2.0])) == pytest.approx(1.03)
 
 
 def test_the_pinned_cluster_is_off_by_ten_percent_both_ways() -> None:

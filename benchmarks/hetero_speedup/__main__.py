@@ -36,9 +36,7 @@ PARTS = ("emulated", "real_work", "overhead")
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.hetero_speedup", description=__doc__)
-    parser.add_argument(
-        "--cluster", type=Path, default=PINNED_CLUSTER, help="cluster file of emulated devices"
-    )
+    parser.add_argument("--cluster", type=Path, default=PINNED_CLUSTER, help="cluster file of emulated devices")
     parser.add_argument("--quick", action="store_true", help="fewer repeats, at most 3 minutes")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--plot", type=Path, help="PNG file to draw")
@@ -50,9 +48,7 @@ def cases(cluster_path: Path, quick: bool) -> dict[str, tuple[Case, Effort]]:
     """Return what is run, by part."""
     cluster = Cluster.from_yaml(cluster_path)
     if not cluster.emulate:
-        raise HeteroError(
-            f"cluster file {cluster_path}: this benchmark emulates its devices; set emulate: true"
-        )
+        raise HeteroError(f"cluster file {cluster_path}: this benchmark emulates its devices; set emulate: true")
     ranks = cluster.world_size
     emulated = Case(
         cluster.name,
@@ -135,9 +131,7 @@ def main() -> int:
     if "raw" in results:
         print_results(results, console)
         solo_batch = results["case"]["solo_batch"]
-        console.print(
-            f"devices alone ran batches of {solo_batch}: their rate does not depend on it, since emulated"
-        )
+        console.print(f"devices alone ran batches of {solo_batch}: their rate does not depend on it, since emulated")
     if options.out is not None:
         write_json(options.out, results)
         console.print(f"wrote {options.out}")

@@ -20,7 +20,7 @@ from benchmarks.hetero_speedup.model import (
     shard,
 )
 from lightning_hetero.callbacks.emulated_devices import EmulatedDevices
-from lightning_hetero.cluster import Cluster
+from lightning_hetero.cluster import Cluster, Device
 from lightning_hetero.plan import ShardPlan
 from lightning_hetero.strategies import HeteroFSDPStrategy
 
@@ -59,14 +59,16 @@ def solo_case(case: Case, rank: int, cluster_path: Any) -> Case:
 
 def hetero_equal(case: Case, rank: int, gate: Gate) -> None:
     """Our strategy on equal devices with equal shares: what differs from :func:`plain_fsdp2` is overhead."""
+    core = Device(type="core", node="here", memory_bytes=8 * 2**30, speed_flops_per_s=None)
+    cluster = Cluster("equal cores", (core,) * case.world_size)
     plan = ShardPlan(
         global_batch_size=case.global_batch,
         batch_shares=(case.local_batch,) * case.world_size,
         groups=(tuple(range(case.world_size)),),
-        device_types=Cluster.discover(measure_speed=False, measure_links=False).device_types(),
+        device_types=cluster.device_types(),
         reshard_after_forward=True,
     )
-    strategy = HeteroFSDPStrategy(plan=plan, reshard_after_forward=True)
+    strategy = HeteroFSDPStrategy(cluster, plan)
     _fit(case, DigitClassifier(case.size), strategy, [], gate)
 
 

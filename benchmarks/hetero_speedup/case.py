@@ -63,9 +63,7 @@ def device_kinds(cluster: Cluster) -> list[str]:
     for device in cluster.devices:
         speeds.setdefault(device.type, set()).add(device.actual_speed_flops_per_s)
     return [
-        d.type
-        if len(speeds[d.type]) == 1
-        else f"{d.type} at {(d.actual_speed_flops_per_s or 0) / 1e9:g} GFLOP/s"
+        d.type if len(speeds[d.type]) == 1 else f"{d.type} at {(d.actual_speed_flops_per_s or 0) / 1e9:g} GFLOP/s"
         for d in cluster.devices
     ]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 
 class _SecondGraph:
@@ -29,8 +30,8 @@ class _SecondGraph:
 class _SecondBackward(torch.autograd.Function):
     """The identity; its backward runs a second graph's backward first.
 
-    It sits behind the unit's output, so FSDP2, whose own hooks are on what the unit returns, has unsharded
-    the unit's parameters when it runs, and keeps them until the unit's real backward is through.
+    It makes the unit's output, so FSDP2, whose own hooks are on what the unit returns, has unsharded the unit's
+    parameters when it runs, and keeps them until the unit's real backward is through.
     """
 
     @staticmethod
@@ -48,8 +49,8 @@ class DoubledWork(Callback):
     """Repeats every unit's forward and backward on the ranks that are to be slow.
 
     Results are bitwise those of a rank without it: the repetition runs on detached inputs, leaves ``.grad``
-    and the random state alone, and takes part in no collective. Hooks go on before the strategy wraps the
-    model, so that they run while FSDP2 has the unit's parameters in place.
+    and the random state alone, and takes part in no collective. It is inside the units' own forward, not in
+    hooks around it, so that whoever times a unit finds it slow, as on a slow device.
 
     Args:
         ranks: the ranks that compute twice.
@@ -57,44 +58,78 @@ class DoubledWork(Callback):
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self.ranks = frozenset(ranks)
-        self._handles: list[RemovableHandle] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Put the hooks on, before the strategy sees the model."""
-        if trainer.global_rank in self.ranks and not self._handles:
-            self._handles = double(vit_units(pl_module.model))
+        """Slow the units down, before the strategy sees the model."""
+        if trainer.global_rank in self.ranks:
+            double(vit_units(pl_module.model))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        """Give the units their own forward back."""
+        if trainer.global_rank in self.ranks:
+            undouble(vit_units(pl_module.model))
 
 
 def vit_units(vit: Any) -> list[nn.Module]:
     """Return the modules of a timm ViT that hold its work, in order."""
-    return [vit.patch_embed, *vit.blocks, vit.norm, vit.head]
+    return [vit.patch_embed.proj, *vit.blocks, vit.norm, vit.head]
 
 
-def double(units: Iterable[nn.Module]) -> list[RemovableHandle]:
-    """Make each unit compute forward and backward twice; returns the hooks' handles."""
-    return [unit.register_forward_hook(_repeat_forward, with_kwargs=True) for unit in units]
+def double(units: Iterable[nn.Module]) -> None:
+    """Make each unit compute forward and backward twice."""
+    for unit in units:
+        unit.forward = MethodType(_twice, unit)
 
 
-def _repeat_forward(unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+def undouble(units: Iterable[nn.Module]) -> None:
+    """Take :func:`double` back."""
+    for unit in units:
+        del unit.forward
+
+
+def _twice(unit: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    # of the class: FSDP2 puts a class of its own under the unit, with the same forward
+    forward = type(unit).forward
+    output: Tensor = forward(unit, *args, **kwargs)
     second_args = tuple(_detached(a) for a in args)
     second_kwargs = {name: _detached(a) for name, a in kwargs.items()}
     # a second draw of dropout masks must not shift the draws of the units that follow
-    with torch.random.fork_rng(devices=[]):
-        second_output = unit.forward(*second_args, **second_kwargs)
+    with torch.random.fork_rng(devices=[]), _parameter_aliases(unit) as aliases:
+        # views: hooks that others put on a submodule's inputs may not stand on leaves (torch refuses)
+        second_output = forward(
+            unit, *(_viewed(a) for a in second_args), **{name: _viewed(a) for name, a in second_kwargs.items()}
+        )
     if not output.requires_grad:
         return output
     inputs = [a for a in (*second_args, *second_kwargs.values()) if isinstance(a, Tensor) and a.requires_grad]
-    inputs += [p for p in unit.parameters() if p.requires_grad]
+    inputs += aliases
     return _SecondBackward.apply(output, _SecondGraph(inputs, second_output))  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _parameter_aliases(unit: nn.Module) -> Iterator[list[Tensor]]:
+    """Let the unit compute with leaves of its parameters' storages, so that no hook on a parameter is met twice."""
+    places = [
+        (module, name, parameter)
+        for module in unit.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.requires_grad
+    ]
+    aliases = {parameter: _detached(parameter) for _, _, parameter in places}
+    for module, name, parameter in places:
+        module._parameters[name] = aliases[parameter]
+    try:
+        yield list(aliases.values())
+    finally:
+        for module, name, parameter in places:
+            module._parameters[name] = parameter
 
 
 def _detached(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.detach().requires_grad_(value.requires_grad)
+
+
+def _viewed(value: Any) -> Any:
+    return value.view_as(value) if isinstance(value, Tensor) else value

@@ -33,9 +33,7 @@ def _cpu() -> str:
 def _commit() -> str:
     def git(*args: str) -> str:
         folder = Path(__file__).parent
-        return subprocess.run(
-            ["git", *args], cwd=folder, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        return subprocess.run(["git", *args], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
         return git("rev-parse", "HEAD") + (" with changes" if git("status", "--porcelain") else "")

@@ -125,9 +125,7 @@ class ArmRanks:
         except (EOFError, OSError):
             self._fail(rank, "died")
         if told != kind:
-            self._fail(
-                rank, f"failed:\n{value}" if told == "error" else f"sent {told!r} in place of {kind!r}"
-            )
+            self._fail(rank, f"failed:\n{value}" if told == "error" else f"sent {told!r} in place of {kind!r}")
         return value
 
     def _fail(self, rank: int, why: str) -> None:

@@ -14,9 +14,7 @@ def print_results(results: dict[str, Any], console: Console) -> None:
     console.print(_case_table(f"{results['case']['name']}: {devices}", results))
     if "real_work" in results:
         real = results["real_work"]
-        console.print(
-            _case_table("real work, nothing emulated: one of two ranks computes everything twice", real)
-        )
+        console.print(_case_table("real work, nothing emulated: one of two ranks computes everything twice", real))
     if "overhead_equal_devices" in results:
         console.print(
             "overhead on equal, not emulated ranks: hetero_fsdp takes "
