@@ -234,9 +234,9 @@ class HeteroStrategy(ParallelStrategy):
         own = torch.tensor([number], dtype=torch.int64, device=self.root_device)
         if not dist.is_initialized() or self.world_size == 1:
             return (number,)
-        numbers = torch.empty(self.world_size, dtype=torch.int64, device=self.root_device)
-        dist.all_gather_into_tensor(numbers, own)
-        return tuple(numbers.tolist())
+        numbers = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(numbers, own)
+        return tuple(int(value) for value in torch.cat(numbers).tolist())
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Return the sum of a vector over all ranks; in 64-bit where the device has it."""

@@ -30,11 +30,13 @@ from lightning_hetero.strategies.checkpoints import Checkpoints
 from lightning_hetero.strategies.instruments import Instruments
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.loss_check import batch_norm_problem, check_mean_loss, combine_findings
+from lightning_hetero.strategies.overlap import OverlappedReduceScatter
 from lightning_hetero.strategies.sharding import (
     check_parameters,
     prefetch_blocks,
     register_steps,
     shard_module,
+    use_reduce_scatter,
 )
 from lightning_hetero.strategies.summary import RankSummary, StepRecorder, print_summary
 from lightning_hetero.strategies.untouched import untouched
@@ -114,6 +116,7 @@ class HeteroFSDPStrategy(HeteroStrategy):
         self._checkpoints = Checkpoints(self, save_distributed_checkpoint, weights_only)
         self._sizes: tuple[int, ...] | None = None
         self._batch: Any = None
+        self._reduce_scatter: OverlappedReduceScatter | None = None
         self._costs = _read_costs(costs)
         self._flops_per_sample: float | None = None
 
@@ -157,10 +160,14 @@ class HeteroFSDPStrategy(HeteroStrategy):
         shard_module(module, units, self._mesh, self.root_device, reshard_after_forward=self._reshard_now)
         register_steps(module)
         self.model_to_device()
+        # between forward and backward, module.parameters() may be the gathered ones, without the gradients
+        self._shards = list(module.parameters())
         if self.root_device.type == "cpu":
             # gloo's all-gathers block unless they are asynchronous and asked for ahead (DESIGN 5)
             torch_adapter.set_unshard_async(module, True)
             prefetch_blocks(units)
+            self._reduce_scatter = OverlappedReduceScatter()
+            use_reduce_scatter(module, self._reduce_scatter)
         assert self.cluster is not None
         trainer: Any = self._trainer  # its callbacks are not typed
         if self.cluster.emulate and any(isinstance(c, EmulatedDevices) for c in trainer.callbacks):
@@ -316,7 +323,27 @@ class HeteroFSDPStrategy(HeteroStrategy):
         if self._sizes is not None:
             closure_loss = closure_loss * (self._sizes[self.global_rank] / sum(self._sizes))
         with self._instruments.step(self._batch):
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            return self._backward(closure_loss, optimizer, *args, **kwargs)
+
+    def _backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """As ``Strategy.backward``, with gradients complete before the user's ``on_after_backward`` sees them."""
+        module = self.lightning_module
+        assert module is not None
+        self.pre_backward(loss)
+        loss = self.precision_plugin.pre_backward(loss, module)
+        reduction = self._reduce_scatter
+        if reduction is not None:
+            reduction.overlap = all(parameter.grad is None for parameter in self._shards)
+        try:
+            self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+            if reduction is not None:
+                reduction.wait()
+        finally:
+            if reduction is not None:
+                reduction.forget()
+        loss = self.precision_plugin.post_backward(loss, module)
+        self.post_backward(loss)
+        return loss
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Run the closure (forward and backward) and the optimizer's step."""

@@ -90,6 +90,13 @@ def prefetch_blocks(units: Sequence[Unit], ahead: int = 1) -> None:
         block.set_modules_to_backward_prefetch(list(reversed(blocks[max(0, i - ahead) : i])))
 
 
+def use_reduce_scatter(root: nn.Module, reduce_scatter: Any) -> None:
+    """Have all of ``root``'s FSDP2 modules reduce their gradients by ``reduce_scatter``."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(reduce_scatter)
+
+
 class _Broadcast:
     """Gives every rank the values of rank 0, each tensor once."""
 
