@@ -104,16 +104,13 @@ class HeteroStrategy(ParallelStrategy):
             )
 
     def _check_trainer(self, arguments: dict[str, Any]) -> None:
-        precision = arguments.get("precision", "32-true")
-        precision = _PRECISION_NAMES.get(precision, precision)
-        if precision not in _PRECISIONS and "precision" in arguments:
-            raise UnsupportedError(
-                f"precision={arguments['precision']!r} is not supported by {type(self).__name__}: fp16 needs a loss "
-                "scaler that skips steps on all ranks together, and Lightning turns 16-mixed on CPU into bf16-mixed "
-                f"without asking. Use one of {', '.join(_PRECISIONS)}"
-            )
+        unsupported, unfit = self._precision_problems(arguments), self._cluster_problems(arguments)
+        kind = ClusterError if unfit else UnsupportedError
+        raise_all(kind, f"the Trainer does not fit {type(self).__name__}", [*unsupported, *unfit])
+
+    def _cluster_problems(self, arguments: dict[str, Any]) -> list[str]:
         if self.cluster is None:
-            return
+            return []
         problems = []
         if self.cluster.emulate and not isinstance(self.accelerator, CPUAccelerator):
             problems.append(
@@ -131,7 +128,18 @@ class HeteroStrategy(ParallelStrategy):
                 + ("leave devices out, or " if self.cluster.emulate else "")
                 + f"make both {self.cluster.world_size}"
             )
-        raise_all(ClusterError, "the Trainer does not fit the cluster", problems)
+        return problems
+
+    def _precision_problems(self, arguments: dict[str, Any]) -> list[str]:
+        # the argument first: on CPU Lightning makes a bf16 plugin of 16-mixed; a plugin may be given without one
+        asked = [arguments.get("precision"), getattr(self.precision_plugin, "precision", None)]
+        bad = [precision for precision in asked if _PRECISION_NAMES.get(precision, precision) not in _PRECISIONS]
+        if not bad:
+            return []
+        return [
+            f"precision={bad[0]!r} is not supported: fp16 needs a loss scaler that skips steps on all ranks together, "
+            "and Lightning turns 16-mixed on CPU into bf16-mixed without asking. Use one of " + ", ".join(_PRECISIONS)
+        ]
 
     def set_world_ranks(self) -> None:
         """Tell the cluster environment who this process is (torchrun's and SLURM's know better and ignore it)."""
@@ -186,15 +194,17 @@ class HeteroStrategy(ParallelStrategy):
             # the rank that closed the connection may still be writing why
             time.sleep(1.0)
             first = self._watch.first_failure()
-        if first is not None and not first.startswith(f"rank {self.global_rank} "):
-            if not isinstance(exception, HeteroError):
-                raise RankFailedError(first) from exception
-            return
-        self._watch.publish(exception, f"in {self._where()}")
+        own = first is None or first.startswith(f"rank {self.global_rank} ")
+        if own:
+            self._watch.publish(exception, f"in {self._where()}")
         if dist.is_initialized() and self.world_size > 1:
             if self.global_rank == 0:
-                time.sleep(1.0)  # rank 0 holds the store: let the others read
+                # the store ends with rank 0: let the others read
+                self._watch.wait_until_seen(self.world_size)
             torch_adapter.abort_process_group()
+        if first is not None and not own and not isinstance(exception, HeteroError):
+            self._watch.stop()  # Lightning does not tear down after an error here
+            raise RankFailedError(first) from exception
 
     def _where(self) -> str:
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None

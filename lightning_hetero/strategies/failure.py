@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 import traceback
 from typing import Protocol
 
@@ -23,6 +24,9 @@ class Store(Protocol):
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Set ``key`` to ``desired`` if it is ``expected`` (or absent and "" expected)."""
+
+    def set(self, key: str, value: str) -> None:
+        """Set ``key`` to ``value``."""
 
     def check(self, keys: list[str]) -> bool:
         """Whether all ``keys`` are there."""
@@ -45,11 +49,12 @@ class FailureWatch:
         grace_s: seconds that this rank gets to end by itself after another one failed.
     """
 
-    def __init__(self, store: Store, rank: int, *, poll_s: float = 1.0, grace_s: float = 10.0) -> None:
+    def __init__(self, store: Store, rank: int, *, poll_s: float = 0.5, grace_s: float = 10.0) -> None:
         self.store = store
         self.rank = rank
         self.poll_s = poll_s
         self.grace_s = grace_s
+        self._found: str | None = None
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hetero-failure-watch", daemon=True)
 
@@ -76,10 +81,28 @@ class FailureWatch:
 
     def first_failure(self) -> str | None:
         """Return the message of the first rank that failed, or None."""
-        try:
-            return self.store.get(_KEY).decode() if self.store.check([_KEY]) else None
-        except RuntimeError:
-            return None
+        if self._found is None:
+            try:
+                if self.store.check([_KEY]):
+                    # kept, since the store ends with rank 0
+                    self._found = self.store.get(_KEY).decode()
+                    self.store.set(f"{_KEY}/seen_by/{self.rank}", "1")
+            except RuntimeError:
+                pass
+        return self._found
+
+    def wait_until_seen(self, world_size: int, timeout_s: float = 5.0) -> None:
+        """Return when all ranks know of the first failure: for the rank whose end is the store's end."""
+        if self.first_failure() is None:
+            return
+        others = [f"{_KEY}/seen_by/{rank}" for rank in range(world_size) if rank != self.rank]
+        deadline_s = time.monotonic() + timeout_s
+        while others and time.monotonic() < deadline_s:
+            try:
+                others = [key for key in others if not self.store.check([key])]
+            except RuntimeError:
+                return
+            time.sleep(0.02)
 
     def _watch(self) -> None:
         while not self._done.wait(self.poll_s):

@@ -21,7 +21,7 @@ from lightning_hetero.callbacks import EmulatedDevices
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import ModelCosts
 from lightning_hetero.data import UnevenLoader
-from lightning_hetero.errors import HeteroError, PlanError, UnsupportedError
+from lightning_hetero.errors import HeteroError, PlanError, UnsupportedError, raise_all
 from lightning_hetero.models.units import find_units
 from lightning_hetero.plan import ModelKey, ShardPlan
 from lightning_hetero.strategies import lightning_adapter, planning, torch_adapter
@@ -98,12 +98,11 @@ class HeteroFSDPStrategy(HeteroStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(cluster, timeout=timeout, **kwargs)
-        if check_loss not in ("warn", "error", "off"):
-            raise HeteroError(f"check_loss={check_loss!r}: use 'warn', 'error' or 'off'")
-        if reshard_after_forward not in (True, False, "auto"):
-            raise HeteroError(f"reshard_after_forward={reshard_after_forward!r}: use True, False or 'auto'")
-        if global_batch_size is not None and (not isinstance(global_batch_size, int) or global_batch_size < 1):
-            raise HeteroError(f"global_batch_size={global_batch_size!r}: give a whole number of samples, 1 or more")
+        raise_all(
+            HeteroError,
+            "hetero_fsdp cannot take these arguments",
+            _argument_problems(check_loss, reshard_after_forward, global_batch_size, wrap),
+        )
         self.plan: ShardPlan | None = None if plan == "auto" else _read_plan(plan)
         self._given_plan = self.plan
         self._wrap = wrap
@@ -452,8 +451,27 @@ class HeteroFSDPStrategy(HeteroStrategy):
         self._checkpoints.load_optimizers(checkpoint)
 
 
+def _argument_problems(check_loss: Any, reshard: Any, global_batch_size: Any, wrap: Any) -> list[str]:
+    problems = []
+    if check_loss not in ("warn", "error", "off"):
+        problems.append(f"check_loss={check_loss!r}: use 'warn', 'error' or 'off'")
+    if not isinstance(reshard, bool) and reshard != "auto":
+        problems.append(f"reshard_after_forward={reshard!r}: use True, False or 'auto'")
+    whole = isinstance(global_batch_size, int) and not isinstance(global_batch_size, bool)
+    if global_batch_size is not None and not (whole and global_batch_size > 0):
+        problems.append(f"global_batch_size={global_batch_size!r}: give a whole number of samples, 1 or more")
+    is_set = isinstance(wrap, set | frozenset) and all(isinstance(kind, type) for kind in wrap)
+    if wrap is not None and not is_set:
+        problems.append(f"wrap={wrap!r}: give a set of classes, such as {{nn.TransformerEncoderLayer}}")
+    return problems
+
+
 def _read_costs(costs: str | Path | ModelCosts | None) -> ModelCosts | None:
-    return costs if isinstance(costs, ModelCosts | None) else ModelCosts.load(costs)
+    if isinstance(costs, ModelCosts | None):
+        return costs
+    if not isinstance(costs, str | Path):
+        raise HeteroError(f"costs={costs!r} is a {type(costs).__name__}: pass ModelCosts, the path of a file, or None")
+    return ModelCosts.load(costs)
 
 
 def _read_plan(plan: str | Path | ShardPlan) -> ShardPlan:

@@ -56,6 +56,11 @@ class Loaders:
         if plan is None:
             return
         plan.validate(cluster=cluster, model=model)
+        if len(plan.groups) > 1:
+            raise UnsupportedError(
+                f"the plan has {len(plan.groups)} groups, {list(map(list, plan.groups))}: hetero_fsdp shards over one "
+                f"group of all ranks, so far; put them together as one group, or make a new plan (plan='auto')"
+            )
         if self._asked is not None and self._asked != plan.global_batch_size:
             raise DataError(
                 f"global_batch_size={self._asked}, but the plan was made for {plan.global_batch_size}: leave one out"
