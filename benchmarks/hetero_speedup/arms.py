@@ -78,7 +78,7 @@ def plain_fsdp2(case: Case, rank: int, gate: Gate) -> None:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (case.world_size,))
     model = case.size.build()
     shard(model, mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     loader = digit_loader(case.local_batch, case.local_batch, case.max_steps)
     gate.ready({"strategy": "plain loop"})
     running = gate.wait()

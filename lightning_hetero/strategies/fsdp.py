@@ -277,7 +277,8 @@ class HeteroFSDPStrategy(HeteroStrategy):
 
     def _measured_plan(self, first: planning.FirstBatch, global_batch_size: int) -> ShardPlan:
         assert self.cluster is not None
-        measured = self.gather_objects(planning.measure(first, max(1, global_batch_size // self.world_size)))
+        even_share = max(1, global_batch_size // self.world_size)
+        measured = self.gather_objects(planning.measure(first, even_share, self.optimizers))
         costs = planning.pool_measurements(measured, self.cluster.device_types())
         plan = planning.plan_from(
             self.cluster, self._model_key, global_batch_size, costs, reshard_after_forward=self._reshard_now

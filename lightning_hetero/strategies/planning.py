@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.data import UnevenLoader
@@ -140,14 +142,19 @@ def pool_measurements(measured: Sequence[RankMeasurement], device_types: Sequenc
 
     Each rank's measurement is noisy; a class's median is less so, and equal devices then get equal shares.
     """
-    per_sample = [m.seconds_per_sample for m in measured]
-    fixed = [m.fixed_s for m in measured]
+    per_sample = [0.0] * len(measured)
+    fixed = [0.0] * len(measured)
     for kind in set(device_types):
-        for members in _classes([r for r, t in enumerate(device_types) if t == kind], per_sample):
-            slope = statistics.median(per_sample[r] for r in members)
-            start = statistics.median(fixed[r] for r in members)
-            for r in members:
-                per_sample[r], fixed[r] = slope, start
+        members = [r for r, t in enumerate(device_types) if t == kind]
+        # noise makes a step longer, so the least fixed part of a type is the truest
+        least_s = min(measured[r].fixed_s for r in members)
+        for r in members:
+            fixed[r] = least_s
+            per_sample[r] = (measured[r].step_s - least_s) / measured[r].samples
+        for alike in _classes(members, per_sample):
+            median = statistics.median(per_sample[r] for r in alike)
+            for r in alike:
+                per_sample[r] = median
     base = [m.base_bytes for m in measured]
     growth = [m.bytes_per_sample for m in measured]
     counted = all(b is not None for b in base) and all(g is not None for g in growth)
@@ -170,9 +177,33 @@ def _classes(ranks: Sequence[int], seconds: Sequence[float]) -> list[list[int]]:
     return classes
 
 
-def measure(first: FirstBatch, max_samples: int) -> RankMeasurement:
+def state_to_come_bytes(optimizers: Sequence[Optimizer]) -> int:
+    """Return the bytes of optimizer state on this rank that the first step will make, and no probe sees.
+
+    Two values a parameter for Adam and its kin, one for SGD with momentum and RMSprop, none for plain SGD; an optimizer
+    of another kind is taken for one of Adam's. Zero where a checkpoint brought the state already.
+    """
+    total = 0
+    for optimizer in optimizers:
+        if optimizer.state:
+            continue
+        per_parameter = 2
+        if isinstance(optimizer, torch.optim.SGD):
+            per_parameter = 1 if optimizer.defaults.get("momentum") else 0
+        elif isinstance(optimizer, torch.optim.RMSprop | torch.optim.Adagrad):
+            per_parameter = 1
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            total += per_parameter * local.numel() * local.element_size()
+    return total
+
+
+def measure(first: FirstBatch, max_samples: int, optimizers: Sequence[Optimizer]) -> RankMeasurement:
     """Measure this rank (a collective: every rank runs the same number of steps)."""
-    return measure_rank(first.measure_step, max_samples)
+    measured = measure_rank(first.measure_step, max_samples)
+    if measured.base_bytes is None:
+        return measured
+    return replace(measured, base_bytes=measured.base_bytes + state_to_come_bytes(optimizers))
 
 
 def plan_from(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 REPEATS = 2
-STEPS = 2 + 2 * REPEATS
+STEPS = 2 + 3 * REPEATS
 """steps that :func:`measure_rank` runs; the same on every rank, since each step is collective"""
 
 
@@ -22,16 +22,16 @@ class RankMeasurement:
     """What one rank measured.
 
     Attributes:
-        seconds_per_sample: forward and backward of all units, per sample.
-        fixed_s: what a step takes besides, however few its samples are.
-        samples: the largest number of samples that was run.
+        samples: the larger number of samples that was run.
+        step_s: seconds of all units, forward and backward, for so many samples.
+        fixed_s: what of it does not depend on the samples, by the line through both sizes; 0 where that is noise.
         base_bytes: memory at a step without samples, by the line through both sizes; None where none is counted.
         bytes_per_sample: what each sample adds to the peak; None where none is counted.
     """
 
-    seconds_per_sample: float
-    fixed_s: float
     samples: int
+    step_s: float
+    fixed_s: float
     base_bytes: int | None = None
     bytes_per_sample: float | None = None
 
@@ -50,35 +50,32 @@ def measure_rank(run: Callable[[int], StepMeasurement], max_samples: int, budget
     Args:
         run: runs one forward and backward of so many samples.
         max_samples: never run more.
-        budget_s: how long the larger step should take; its size is chosen so, from a step of one sample.
+        budget_s: how long the larger step may take; its size is chosen so, from a step of one sample.
 
     Returns:
-        The fit. Where the two sizes do not allow a sensible line (noise, or one sample at most), time is taken to be
-        proportional to samples.
+        The shortest time of either size, since whatever disturbs a step makes it longer, and the line through them.
     """
     run(1)
     single = run(1)
     samples = max(1, min(max_samples, int(budget_s / max(single.busy_s, 1e-9))))
-    # far apart, so that noise in the smaller one moves the slope little
     few = max(1, samples // 4)
     small, large = [], []
     for _ in range(REPEATS):
-        small.append(run(few))
+        # the small ones are cheap, and noise in them would tilt the line
+        small += [run(few), run(few)]
         large.append(run(samples))
-    # whatever disturbs a step makes it longer, so the shortest one is the truest
-    per_sample, fixed = _line(few, min(m.busy_s for m in small), samples, min(m.busy_s for m in large))
+    step_s = min(m.busy_s for m in large)
+    fixed_s = _intercept(few, min(m.busy_s for m in small), samples, step_s)
     peaks = (small[-1].peak_bytes, large[-1].peak_bytes)
     if peaks[0] is None or peaks[1] is None:
-        return RankMeasurement(per_sample, fixed, samples)
-    bytes_per_sample, base = _line(few, peaks[0], samples, peaks[1])
-    return RankMeasurement(per_sample, fixed, samples, int(base), bytes_per_sample)
+        return RankMeasurement(samples, step_s, fixed_s)
+    base_bytes = _intercept(few, peaks[0], samples, peaks[1])
+    return RankMeasurement(samples, step_s, fixed_s, int(base_bytes), (peaks[1] - base_bytes) / samples)
 
 
-def _line(x0: int, y0: float, x1: int, y1: float) -> tuple[float, float]:
-    """Return slope and intercept through two points, or (y1 / x1, 0) where the intercept may be noise."""
-    if x1 > x0:
-        slope = (y1 - y0) / (x1 - x0)
-        intercept = y1 - slope * x1
-        if slope > 0 and intercept >= NEGLIGIBLE * y1:
-            return slope, intercept
-    return y1 / x1, 0.0
+def _intercept(x0: int, y0: float, x1: int, y1: float) -> float:
+    """Return where the line through two points meets x = 0; 0 where it would be noise, or there is no line."""
+    if x1 <= x0 or y1 <= y0:
+        return 0.0
+    intercept = y1 - (y1 - y0) / (x1 - x0) * x1
+    return intercept if intercept >= NEGLIGIBLE * y1 else 0.0
