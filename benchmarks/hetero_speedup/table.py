@@ -10,8 +10,10 @@ from rich.table import Table
 
 def print_results(results: dict[str, Any], console: Console) -> None:
     """Print both cases and the overhead, each labelled with what kind of devices it ran on."""
-    devices = "EMULATED devices" if results["emulated"] else "real devices"
-    console.print(_case_table(f"{results['case']['name']}: {devices}", results))
+    if "raw" in results:
+        console.print(_case_table(f"{results['case']['name']}: EMULATED devices, a rehearsal", results))
+        batch = results["case"]["solo_batch"]
+        console.print(f"(devices alone ran batches of {batch} images, which gives their rate sooner)")
     if "real_work" in results:
         real = results["real_work"]
         console.print(_case_table("real work, nothing emulated: one of two ranks computes everything twice", real))

@@ -27,7 +27,7 @@ def plot_speedup(results: Mapping[str, Any], path: str | os.PathLike[str]) -> No
     Raises:
         KeyError: when ``results`` holds neither case.
     """
-    cases = [results[part] if part else results for part in ("", "real_work") if _is_case(results, part)]
+    cases = [case for case in (results, results.get("real_work", {})) if "raw" in case]
     if not cases:
         raise KeyError("the results hold no case: neither 'raw' nor 'real_work'")
     # no pyplot: a figure of its own touches no global state and needs no display
@@ -35,10 +35,6 @@ def plot_speedup(results: Mapping[str, Any], path: str | os.PathLike[str]) -> No
     for axes, case in zip(figure.subplots(1, len(cases), squeeze=False)[0], cases, strict=True):
         _draw_case(axes, case)
     _save(figure, Path(path))
-
-
-def _is_case(results: Mapping[str, Any], part: str) -> bool:
-    return "raw" in (results.get(part, {}) if part else results)
 
 
 def _draw_case(axes: Axes, case: Mapping[str, Any]) -> None:

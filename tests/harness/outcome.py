@@ -67,9 +67,7 @@ class RanksTimedOutError(AssertionError):
         self.running = tuple(o.rank for o in outcomes if o.status == "running")
         lines = "\n".join(f"  {o.describe()}" for o in outcomes)
         details = "\n".join(
-            f"--- rank {o.rank} ({o.status}) ---\n{o.traceback}{_output(o)}"
-            for o in outcomes
-            if o.status != "ok"
+            f"--- rank {o.rank} ({o.status}) ---\n{o.traceback}{_output(o)}" for o in outcomes if o.status != "ok"
         )
         who = ", ".join(map(str, self.running))
         super().__init__(f"ranks {who} were still running after {timeout_s:g} s\n{lines}\n{details}")
