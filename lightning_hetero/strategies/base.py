@@ -154,6 +154,7 @@ class HeteroStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         reset_seed()
         self.set_world_ranks()
+        self._share_cores()
         backend = self._backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
         device_id = self.root_device if self.root_device.type != "cpu" else None
         lightning_adapter.init_process_group(
@@ -168,6 +169,15 @@ class HeteroStrategy(ParallelStrategy):
                 f"cluster {self.cluster.name!r} has {self.cluster.world_size} devices, but {self.world_size} ranks "
                 "were started: one rank per device; change the cluster file or the launcher's number of processes"
             )
+
+    def _share_cores(self) -> None:
+        """Give each rank its part of the node's cores.
+
+        Lightning does so in the process that launches the others only; they would all take every core, and fight.
+        """
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.num_processes))
+        if local > 1 and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
 
     def teardown(self) -> None:
         """Release what the run held; the module keeps its shards, as with Lightning's ModelParallelStrategy."""
