@@ -116,9 +116,7 @@ class ModelCosts:
         Raises:
             HeteroError: listing every problem with its place, value and next step.
         """
-        return cls.from_dict(
-            read_json(Path(path), "costs file", HeteroError, _NEXT_STEP), f"costs file {path}"
-        )
+        return cls.from_dict(read_json(Path(path), "costs file", HeteroError, _NEXT_STEP), f"costs file {path}")
 
     @classmethod
     def from_dict(cls, data: object, source: str = "costs") -> ModelCosts:
@@ -138,9 +136,7 @@ def _read_unit(record: Record, value: object, place: str) -> UnitCost:
     unit = record.mapping(value, place, _UNIT_KEYS, ["timings"]) or {}
     timings: dict[str, UnitTiming] = {}
     if not isinstance(unit.get("timings", {}), Mapping):
-        record.note(
-            f"{place}.timings", f"is {shown(unit['timings'])}: write a mapping of device type to seconds"
-        )
+        record.note(f"{place}.timings", f"is {shown(unit['timings'])}: write a mapping of device type to seconds")
     else:
         for kind, timing in unit.get("timings", {}).items():
             timings[kind] = _read_timing(record, timing, f"{place}.timings[{kind!r}]")

@@ -10,6 +10,7 @@ import copy
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -117,6 +118,10 @@ class UnevenBatchSampler(Sampler[list[int]]):
         """Return every rank's samples of the ``batch``-th global batch."""
         return self.split(self.samples_in(batch))
 
+    def has_samples(self, batch: int) -> bool:
+        """Whether this rank takes part in the ``batch``-th global batch with samples of its own."""
+        return self.sizes(batch)[self.rank] > 0
+
     def __iter__(self) -> Iterator[list[int]]:
         indices = self.order.indices(self.epoch)
         for batch in range(self.first_batch, len(self)):
@@ -124,6 +129,10 @@ class UnevenBatchSampler(Sampler[list[int]]):
             sizes = self.sizes(batch)
             own = start + sum(sizes[: self.rank])
             yield indices[own : own + sizes[self.rank]] or [indices[start]]
+
+
+def _nothing() -> None:
+    """What a loader does at the start of an iteration unless it is told otherwise."""
 
 
 class UnevenLoader:
@@ -161,6 +170,7 @@ class UnevenLoader:
         self._announce = announce
         self._agree = agree
         self._consumed = 0
+        self.on_start = _nothing
 
     @property
     def batch_sampler(self) -> Any:
@@ -202,6 +212,7 @@ class UnevenLoader:
         return len(self.uneven)
 
     def __iter__(self) -> Iterator[Any]:
+        self.on_start()
         first = self.uneven.first_batch
         if self.uneven.order.kind == "sampler":
             self._check_order()
@@ -248,6 +259,22 @@ class KeptLoader:
         self.loader = loader
         self._announce = announce
         self._agree = agree
+        self._first: Any = None
+        self._keep_first = True
+        self._pending: Iterator[Any] | None = None
+        self.on_start = _nothing
+
+    def first_batch(self, epoch: int) -> Any:
+        """Return the first batch without taking it from who iterates next; once. None where a rank has none."""
+        if self._first is None:
+            # not asked for yet: Lightning reads ahead only where the length is not known
+            self.set_epoch(epoch)
+            self._pending = iter(self.loader)
+            self._first = next(self._pending, None)
+            if self._first is not None:
+                self._pending = chain([self._first], self._pending)
+        first, self._first, self._keep_first = self._first, None, False
+        return first
 
     @property
     def dataset(self) -> Any:
@@ -267,13 +294,16 @@ class KeptLoader:
         return self
 
     def __iter__(self) -> Iterator[Any]:
-        iterator = iter(self.loader)
+        self.on_start()
+        iterator, self._pending = self._pending or iter(self.loader), None
         while True:
             batch = next(iterator, None)
             sizes = self._agree(-1 if batch is None else batch_size_of(batch))
             if min(sizes) < 0:
                 return
             self._announce(sizes)
+            if self._keep_first:
+                self._first, self._keep_first = batch, False
             yield batch
 
 

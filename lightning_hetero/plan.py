@@ -155,9 +155,7 @@ class ShardPlan:
         return problems
 
     def _group_problems(self) -> list[str]:
-        problems = [
-            f"groups[{index}] is empty: remove it" for index, group in enumerate(self.groups) if not group
-        ]
+        problems = [f"groups[{index}] is empty: remove it" for index, group in enumerate(self.groups) if not group]
         members = Counter(rank for group in self.groups for rank in group)
         problems += [
             f"groups hold rank {rank} {count} times: every rank belongs to one group"
@@ -189,9 +187,7 @@ class ShardPlan:
         return [
             f"device_types[{rank}] is {planned!r}, rank {rank} of cluster {cluster.name!r} is {found!r}: "
             f"{_REPLAN}, or start the ranks in the order of the plan"
-            for rank, (planned, found) in enumerate(
-                zip(self.device_types, cluster.device_types(), strict=False)
-            )
+            for rank, (planned, found) in enumerate(zip(self.device_types, cluster.device_types(), strict=False))
             if planned != found
         ]
 

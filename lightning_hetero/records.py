@@ -87,9 +87,7 @@ def shown(value: object) -> str:
 def text(value: object) -> str:
     """A non-empty text; a number is refused, since ``type: 100`` in YAML is most likely a slip."""
     if not isinstance(value, str) or not value.strip():
-        raise HeteroError(
-            f"{shown(value)} is not a text: write a non-empty text (in quotes if it is a number)"
-        )
+        raise HeteroError(f"{shown(value)} is not a text: write a non-empty text (in quotes if it is a number)")
     return value
 
 
@@ -154,9 +152,7 @@ def read_text(path: Path, what: str, kind: type[HeteroError], next_step: str) ->
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise kind(
-            f"{what} {path} does not exist (looked in {path.absolute().parent}): {next_step}"
-        ) from None
+        raise kind(f"{what} {path} does not exist (looked in {path.absolute().parent}): {next_step}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise kind(f"{what} {path} cannot be read ({error}): {next_step}") from error
 

@@ -35,9 +35,7 @@ SECONDS: dict[str, float] = {
     "h": 3600.0,
 }
 
-_QUANTITY = re.compile(
-    r"\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|[+-]?(?:inf|nan))\s*(\S.*?)?\s*$", re.I
-)
+_QUANTITY = re.compile(r"\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?|[+-]?(?:inf|nan))\s*(\S.*?)?\s*$", re.I)
 _EXAMPLES = {"bytes": "2 GiB", "bandwidth": "10 GB/s", "speed": "6 GFLOP/s", "time": "10 us"}
 _NAMED = {
     "bytes": "B, kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB, TiB (powers of 1024)",
@@ -152,9 +150,7 @@ def exact_bytes_per_s(rate: float) -> str:
 
 def exact_flops_per_s(rate: float) -> str:
     """The shortest text that :func:`parse_flops_per_s` reads back as exactly ``rate``."""
-    units = {
-        unit: factor for unit, factor in FLOPS_PER_S.items() if unit.endswith("FLOP/s") and unit[0] != "K"
-    }
+    units = {unit: factor for unit, factor in FLOPS_PER_S.items() if unit.endswith("FLOP/s") and unit[0] != "K"}
     return _exact(rate, units, lambda text: parse_flops_per_s(text, positive=False), "FLOP/s")
 
 

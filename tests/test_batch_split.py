@@ -107,11 +107,7 @@ def test_moving_one_sample_never_helps(case):
     seconds, fixed, total, _ = case
     shares = split_batch(seconds, fixed, total)
     bottleneck = slowest_seconds(seconds, fixed, shares)
-    busiest = [
-        rank
-        for rank, share in enumerate(shares)
-        if fixed[rank] + seconds[rank] * share == bottleneck and share
-    ]
+    busiest = [rank for rank, share in enumerate(shares) if fixed[rank] + seconds[rank] * share == bottleneck and share]
     if not busiest:
         return  # a rank without samples is the slowest by its fixed seconds alone
     for rank in range(len(shares)):
@@ -179,9 +175,7 @@ def test_a_thousand_ranks_and_a_million_samples_take_little():
 
 def test_numpy_arrays_are_fine():
     numpy = pytest.importorskip("numpy")
-    shares = split_batch(
-        numpy.array([1.0, 2.0]), numpy.zeros(2), numpy.int64(9), max_samples=numpy.array([5, 9])
-    )
+    shares = split_batch(numpy.array([1.0, 2.0]), numpy.zeros(2), numpy.int64(9), max_samples=numpy.array([5, 9]))
     assert shares == (5, 4)
     assert all(type(share) is int for share in shares)
 

@@ -46,9 +46,7 @@ def test_ranks_of_a_node_share_its_memory(monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["int32", "float31", "bf16"])
 def test_a_dtype_that_is_none_of_the_four(dtype):
-    with pytest.raises(
-        ClusterError, match=f"dtype is '{dtype}': give one of float64, float32, bfloat16, float16"
-    ):
+    with pytest.raises(ClusterError, match=f"dtype is '{dtype}': give one of float64, float32, bfloat16, float16"):
         Cluster.discover(dtype=dtype)
 
 

@@ -110,9 +110,7 @@ def breaches(source: str, module: str, is_package: bool = False) -> list[str]:
         elif top in sys.stdlib_module_names:
             continue
         elif allowed is not None and top not in allowed:
-            found.append(
-                f"line {line}: {module} (layer {level}) imports {name}, which this layer does without"
-            )
+            found.append(f"line {line}: {module} (layer {level}) imports {name}, which this layer does without")
         elif top in ONLY_IN and area(module) != ONLY_IN[top]:
             found.append(f"line {line}: {module} imports {name}, which only {ONLY_IN[top]}/ may")
     return found
@@ -165,9 +163,7 @@ def test_no_import_cycle():
     graph = {}
     for path in FILES:
         module = module_of(path)
-        names = [
-            name for name, _ in imports_of(ast.parse(path.read_text()), module, path.name == "__init__.py")
-        ]
+        names = [name for name, _ in imports_of(ast.parse(path.read_text()), module, path.name == "__init__.py")]
         graph[module] = {own_module(name) for name in names if name.split(".")[0] == PACKAGE} - {module}
     done, open_now = set(), []
 

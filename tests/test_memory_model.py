@@ -17,9 +17,7 @@ BLOCKS = [unit("a", 100, kept=7, output=2), unit("b", 40, kept=5, output=3), uni
 
 
 def points(memory):
-    return {
-        (point.phase, point.place): (point.fixed_bytes, point.bytes_per_sample) for point in memory.points
-    }
+    return {(point.phase, point.place): (point.fixed_bytes, point.bytes_per_sample) for point in memory.points}
 
 
 def test_by_hand_in_a_group_of_three():
@@ -108,9 +106,9 @@ def test_larger_groups_and_fewer_samples_never_need_more(units, group_size, samp
     memory = shard_memory(units, group_size)
     assert shard_memory(units, group_size + 1).peak_bytes(samples) <= memory.peak_bytes(samples)
     assert memory.peak_bytes(samples) <= memory.peak_bytes(samples + 1)
-    assert memory.peak_bytes(samples) <= shard_memory(
-        units, group_size, reshard_after_forward=False
-    ).peak_bytes(samples)
+    assert memory.peak_bytes(samples) <= shard_memory(units, group_size, reshard_after_forward=False).peak_bytes(
+        samples
+    )
     # Never below what must be there at once: states with gradients, and the largest unit with its gradient.
     total = sum(each.parameters for each in units)
     assert memory.peak_bytes(0) >= 16 * total / group_size

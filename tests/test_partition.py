@@ -165,6 +165,7 @@ def clusters(draw, values=values):
 either = st.booleans()
 
 
+@settings(deadline=None)
 @given(clusters(), either)
 def test_nothing_empty_and_never_slower_than_even(seconds, fixed_order):
     partition = partition_units(seconds, fixed_order=fixed_order)
@@ -175,6 +176,7 @@ def test_nothing_empty_and_never_slower_than_even(seconds, fixed_order):
     assert partition_units(seconds, fixed_order=False).bottleneck_s <= partition_units(seconds).bottleneck_s
 
 
+@settings(deadline=None)
 @given(clusters(), either, st.data())
 def test_fits_memory(seconds, fixed_order, data):
     units = len(seconds[0])
@@ -194,6 +196,7 @@ def test_fits_memory(seconds, fixed_order, data):
     assert partition.bottleneck_s >= unlimited.bottleneck_s
 
 
+@settings(deadline=None)
 @given(clusters(), either, st.data())
 def test_a_faster_or_larger_device_never_makes_it_slower(seconds, fixed_order, data):
     units, devices = len(seconds[0]), len(seconds)
@@ -212,6 +215,7 @@ def test_a_faster_or_larger_device_never_makes_it_slower(seconds, fixed_order, d
     assert partition_units(seconds, capacity_bytes=room, **limits).bottleneck_s <= before
 
 
+@settings(deadline=None)
 @given(clusters(), st.randoms(use_true_random=False), either)
 def test_listing_order_and_labels_do_not_matter(seconds, dice, with_memory):
     """The same stages on the same kinds of devices, whatever index the devices have."""
@@ -232,6 +236,7 @@ def test_listing_order_and_labels_do_not_matter(seconds, dice, with_memory):
     assert [shuffled[d] for d in again.order] == [seconds[d] for d in partition.order]
 
 
+@settings(deadline=None)
 @given(clusters(), st.sampled_from([2.0**-20, 0.5, 1024.0]))
 def test_the_unit_of_time_does_not_matter(seconds, factor):
     scaled = [[value * factor for value in row] for row in seconds]
@@ -240,6 +245,7 @@ def test_the_unit_of_time_does_not_matter(seconds, factor):
     assert (again.order, again.counts) == (partition.order, partition.counts)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 12), st.integers(1, 60), st.floats(1e-6, 1e3))
 def test_equal_devices_and_units_differ_by_one(devices, units, second):
     assume(devices <= units)
@@ -331,7 +337,7 @@ def test_infeasible_says_when_another_order_would_fit():
     )
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 10**6))
 def test_the_shortage_is_the_least(seed):
     """Given what is missing at most, every device fits; given a byte less, it does not."""

@@ -43,9 +43,7 @@ def test_reasons_tell_the_even_split():
 
 
 def test_fixed_seconds_shift_shares():
-    plan = plan_shard(
-        make_cluster("a", "b"), global_batch_size=10, seconds_per_sample=[1, 1], fixed_seconds=[0, 4]
-    )
+    plan = plan_shard(make_cluster("a", "b"), global_batch_size=10, seconds_per_sample=[1, 1], fixed_seconds=[0, 4])
     assert plan.batch_shares == (7, 3)
     assert plan.predicted_step_s == 7
 
@@ -60,10 +58,7 @@ def test_measured_memory_limits_shares():
     )
     assert plan.batch_shares == (38, 38, 26, 26)
     assert plan.predictions[0].peak_memory_bytes == 2 * GIB
-    assert (
-        "rank 0 (fast on node-fast) is held at 38 samples by its memory; by speed it would take 43"
-        in plan.reasons
-    )
+    assert "rank 0 (fast on node-fast) is held at 38 samples by its memory; by speed it would take 43" in plan.reasons
     assert any("even split would take" in reason for reason in plan.reasons)
 
 
@@ -125,9 +120,7 @@ def test_a_batch_that_memory_does_not_hold():
 def test_a_unit_that_fits_no_device():
     units = [UnitCost("embed", 10, 0, 0, 1, 1), UnitCost("blocks.0", 10**9, 0, 0, 1, 1)]
     with pytest.raises(InfeasibleError) as caught:
-        plan_shard(
-            CLUSTER, global_batch_size=8, seconds_per_sample=SECONDS, memory=[shard_memory(units, 4)] * 4
-        )
+        plan_shard(CLUSTER, global_batch_size=8, seconds_per_sample=SECONDS, memory=[shard_memory(units, 4)] * 4)
     problems = str(caught.value).splitlines()[1:]
     assert len(problems) == 4
     # 250 million parameters a rank with 12 bytes of states and 4 of gradient; the whole unit and its
@@ -153,10 +146,7 @@ def test_a_rank_that_lacks_room_for_one_sample_only():
             capacity_bytes=[100, 12],
         )
     message = str(caught.value)
-    assert (
-        "rank 1 (b on node-b) needs 15 B (measured, 1 sample), 12 B are free: 3 B (3 bytes) are missing"
-        in message
-    )
+    assert "rank 1 (b on node-b) needs 15 B (measured, 1 sample), 12 B are free: 3 B (3 bytes) are missing" in message
     assert "activation checkpointing" in message
     assert "rank 0" not in message
 
@@ -189,9 +179,7 @@ def test_never_slower_than_even_and_consistent(ranks, batch):
     plan = plan_shard(cluster, global_batch_size=batch, seconds_per_sample=seconds, fixed_seconds=fixed)
     plan.validate(cluster)
     count = len(ranks)
-    even_s = max(
-        fixed[rank] + seconds[rank] * (batch // count + (rank < batch % count)) for rank in range(count)
-    )
+    even_s = max(fixed[rank] + seconds[rank] * (batch // count + (rank < batch % count)) for rank in range(count))
     assert plan.predicted_step_s <= even_s
     assert plan.predicted_step_s == max(each.busy_s for each in plan.predictions)
     assert min(each.idle_share for each in plan.predictions) == 0

@@ -136,9 +136,7 @@ class Cluster:
         return to_data(self)
 
     @classmethod
-    def discover(
-        cls, *, dtype: str = "float32", measure_speed: bool = True, measure_links: bool = True
-    ) -> Cluster:
+    def discover(cls, *, dtype: str = "float32", measure_speed: bool = True, measure_links: bool = True) -> Cluster:
         """Find out what every rank really is, and measure it.
 
         With an initialised default process group all ranks must call it, and all get the same cluster;

@@ -46,9 +46,7 @@ class Device:
         for field in ("speed_flops_per_s", "true_speed_flops_per_s"):
             value = getattr(self, field)
             if value is not None and not _is_positive(value):
-                problems.append(
-                    f"{field} is {value!r}: give a positive number of FLOP/s, or None if not measured"
-                )
+                problems.append(f"{field} is {value!r}: give a positive number of FLOP/s, or None if not measured")
         raise_all(ClusterError, f"device of type {self.type!r} on node {self.node!r} is not valid", problems)
 
     @property

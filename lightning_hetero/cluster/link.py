@@ -26,9 +26,7 @@ class Link:
     def __post_init__(self) -> None:
         problems = []
         if not (math.isfinite(self.bandwidth_bytes_per_s) and self.bandwidth_bytes_per_s > 0):
-            problems.append(
-                f"bandwidth_bytes_per_s is {self.bandwidth_bytes_per_s!r}: give a positive number"
-            )
+            problems.append(f"bandwidth_bytes_per_s is {self.bandwidth_bytes_per_s!r}: give a positive number")
         if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
             problems.append(f"latency_s is {self.latency_s!r}: give zero or a positive number of seconds")
         raise_all(ClusterError, "link is not valid", problems)

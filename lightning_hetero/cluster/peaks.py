@@ -44,9 +44,7 @@ class DevicePreset:
     aliases: tuple[str, ...]
 
 
-def _preset(
-    kind: str, memory_gb: float, tflops: Mapping[str, float], source: str, *aliases: str
-) -> DevicePreset:
+def _preset(kind: str, memory_gb: float, tflops: Mapping[str, float], source: str, *aliases: str) -> DevicePreset:
     peaks = {dtype: value * 1e12 for dtype, value in tflops.items()}
     return DevicePreset(kind, round(memory_gb * 1e9), peaks, source, aliases)
 
@@ -247,9 +245,7 @@ _ROWS = (
         "NVIDIA Quadro RTX 8000 data sheet",
         "Quadro RTX 8000",
     ),
-    _preset(
-        "RTX-2080-Ti", 11, {"fp32": 13.4, "fp16": 53.8}, _TURING, "NVIDIA GeForce RTX 2080 Ti", "RTX-2080Ti"
-    ),
+    _preset("RTX-2080-Ti", 11, {"fp32": 13.4, "fp16": 53.8}, _TURING, "NVIDIA GeForce RTX 2080 Ti", "RTX-2080Ti"),
     _preset(
         "V100-16GB",
         16,

@@ -38,9 +38,7 @@ def read_file(path: Path) -> tuple[Content, str]:
     try:
         data = yaml.load(content, Loader=_UniqueKeys)
     except yaml.YAMLError as error:
-        raise ClusterError(
-            f"cluster file {path} is not YAML: {_one_line(error)}: correct that line"
-        ) from None
+        raise ClusterError(f"cluster file {path} is not YAML: {_one_line(error)}: correct that line") from None
     return read_data(data, f"cluster file {path}"), f"cluster file {path}"
 
 
@@ -52,9 +50,7 @@ def read_data(data: object, source: str) -> Content:
         record.finish()
         raise AssertionError("a record that is no mapping must have been refused")
     if "schema" in top and top["schema"] != SCHEMA:
-        record.note(
-            "schema", f"is {shown(top['schema'])}: this version reads schema {SCHEMA}, write schema: 1"
-        )
+        record.note("schema", f"is {shown(top['schema'])}: this version reads schema {SCHEMA}, write schema: 1")
     name = record.take(top, "name", "", text, "")
     emulate = record.take(top, "emulate", "", boolean, False)
     devices = _read_nodes(record, top["nodes"], emulate) if "nodes" in top else []
@@ -72,9 +68,7 @@ def _read_nodes(record: Record, value: object, emulate: bool) -> list[Device]:
             continue
         name = record.take(node, "name", place, text, "")
         if name and name in places:
-            record.note(
-                f"{place}.name", f"{name!r} is also the name of {places[name]}: give every node its own"
-            )
+            record.note(f"{place}.name", f"{name!r} is also the name of {places[name]}: give every node its own")
         places.setdefault(name, place)
         if "devices" in node:
             for device_place, entry in record.items(node["devices"], f"{place}.devices", "device"):
@@ -100,11 +94,7 @@ def _read_devices(record: Record, value: object, place: str, node: str, emulate:
         memory = preset.memory_bytes if preset else None
         if kind and preset is None:
             near = near_names(kind)
-            hint = (
-                f" or use a known type (nearest: {', '.join(near)})"
-                if near
-                else " (the type is not a known one)"
-            )
+            hint = f" or use a known type (nearest: {', '.join(near)})" if near else " (the type is not a known one)"
             record.note(place, f"key 'memory' is missing: write one, such as memory: 2 GiB,{hint}")
     if emulate and "speed" not in entry:
         record.note(place, "key 'speed' is missing: with emulate: true write one, such as speed: 6 GFLOP/s")

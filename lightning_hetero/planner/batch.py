@@ -53,9 +53,7 @@ def split_batch(
         "Discrete optimization via marginal analysis"). A bisection over the finishing time takes all but a
         few of them at once, a heap the rest. Time: O(ranks * log(global_batch)^2).
     """
-    slope, fixed, low, high = _checked(
-        seconds_per_sample, fixed_seconds, global_batch, max_samples, min_samples
-    )
+    slope, fixed, low, high = _checked(seconds_per_sample, fixed_seconds, global_batch, max_samples, min_samples)
     shares = _bulk(slope, fixed, low, high, global_batch)
     return _one_by_one(slope.tolist(), fixed.tolist(), high.tolist(), shares.tolist(), global_batch)
 
@@ -87,9 +85,7 @@ def _bulk(slope: _Floats, fixed: _Floats, low: _Ints, high: _Ints, global_batch:
     return shares
 
 
-def _at_once(
-    time: float, slope: _Floats, fixed: _Floats, high: _Ints, shares: _Ints, global_batch: int
-) -> _Ints:
+def _at_once(time: float, slope: _Floats, fixed: _Floats, high: _Ints, shares: _Ints, global_batch: int) -> _Ints:
     """Fill up to ``global_batch`` with samples that all finish at the one number ``time``.
 
     Reached when seconds per sample are so small beside the fixed ones that many samples round to one

@@ -121,11 +121,7 @@ def _capacities(cluster: Cluster, capacity_bytes: Sequence[int] | None) -> list[
         "capacity of the ranks is not valid",
         _wrong_lengths(cluster, {"capacity_bytes": capacity_bytes}),
     )
-    return (
-        [device.memory_bytes for device in cluster.devices]
-        if capacity_bytes is None
-        else list(capacity_bytes)
-    )
+    return [device.memory_bytes for device in cluster.devices] if capacity_bytes is None else list(capacity_bytes)
 
 
 def _check_lengths(
@@ -137,8 +133,7 @@ def _check_lengths(
 
 def _wrong_lengths(cluster: Cluster, named: Mapping[str, Sequence[object] | None]) -> list[str]:
     return [
-        f"{name} has {len(values)} entries, cluster {cluster.name!r} has {cluster.world_size} ranks: "
-        f"give one per rank"
+        f"{name} has {len(values)} entries, cluster {cluster.name!r} has {cluster.world_size} ranks: give one per rank"
         for name, values in named.items()
         if values is not None and len(values) != cluster.world_size
     ]
@@ -177,9 +172,7 @@ def _remedy(states_alone: bool) -> str:
     return "; use activation checkpointing or a lower precision, or leave this device out"
 
 
-def _check_batch(
-    cluster: Cluster, global_batch_size: int, limits: Sequence[int | None], min_samples: int
-) -> None:
+def _check_batch(cluster: Cluster, global_batch_size: int, limits: Sequence[int | None], min_samples: int) -> None:
     """Say in the words of a plan what ``split_batch`` would refuse in those of a split."""
     problems = []
     least = min_samples * cluster.world_size
@@ -220,17 +213,14 @@ def _reasons(
     if any(limit is not None and limit == share for limit, share in zip(limits, shares, strict=True)):
         free = split_batch(seconds.per_sample, seconds.fixed, sum(shares), min_samples=min_samples)
         reasons += [
-            f"{_who(cluster, rank)} is held at {share} samples by its memory; "
-            f"by speed it would take {free[rank]}"
+            f"{_who(cluster, rank)} is held at {share} samples by its memory; by speed it would take {free[rank]}"
             for rank, share in enumerate(shares)
             if share == limits[rank] and free[rank] > share
         ]
     return tuple(reasons)
 
 
-def _against_even(
-    seconds: _Seconds, shares: tuple[int, ...], limits: Sequence[int | None], step_s: float
-) -> str:
+def _against_even(seconds: _Seconds, shares: tuple[int, ...], limits: Sequence[int | None], step_s: float) -> str:
     ranks, total = len(shares), sum(shares)
     even = [total // ranks + (rank < total % ranks) for rank in range(ranks)]
     tight = [rank for rank, limit in enumerate(limits) if limit is not None and even[rank] > limit]

@@ -94,9 +94,7 @@ def discover(
     return _cluster(every, within, between, cpu_ranks=Counter(each.node for each in every))
 
 
-def _cluster(
-    local: list[LocalDevice], within: Link | None, between: Link | None, cpu_ranks: Counter[str]
-) -> Cluster:
+def _cluster(local: list[LocalDevice], within: Link | None, between: Link | None, cpu_ranks: Counter[str]) -> Cluster:
     devices = []
     for each in local:
         preset = preset_for(each.name)
@@ -182,9 +180,7 @@ def processor_name() -> str:
     return (named[0] if named else "") or platform.processor() or platform.machine() or "cpu"
 
 
-def _machine_memory(
-    meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
-) -> tuple[int, int]:
+def _machine_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
     """(available, total) bytes of this machine, within the limit of its container if it has one."""
     try:
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)

@@ -52,8 +52,7 @@ def _matmul_s(size: int, device: torch.device, dtype: torch.dtype, repeats: int)
     """Median seconds of one product of two ``size`` x ``size`` matrices, after one that is not timed."""
     generator = torch.Generator(device).manual_seed(0)
     left, right = (
-        torch.randn(size, size, device=device, dtype=torch.float32, generator=generator).to(dtype)
-        for _ in range(2)
+        torch.randn(size, size, device=device, dtype=torch.float32, generator=generator).to(dtype) for _ in range(2)
     )
     product = torch.empty(size, size, device=device, dtype=dtype)
     taken = []

@@ -75,6 +75,7 @@ class FailureWatch:
         message = f"rank {self.rank} failed {where}: {type(error).__name__}: {error}{line}"
         try:
             self.store.compare_set(_KEY, "", message)
+            self.first_failure()
         except RuntimeError as gone:
             # the store lives on rank 0, which may have ended first
             print(f"[rank {self.rank}] could not publish its failure: {gone}", file=sys.stderr)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_hetero.callbacks import EmulatedDevices
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import ModelCosts
-from lightning_hetero.data import UnevenLoader
+from lightning_hetero.data import KeptLoader, UnevenLoader
 from lightning_hetero.errors import HeteroError, PlanError, UnsupportedError, raise_all
 from lightning_hetero.models.units import find_units
 from lightning_hetero.plan import ModelKey, ShardPlan
@@ -29,7 +29,7 @@ from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.checkpoints import Checkpoints
 from lightning_hetero.strategies.instruments import Instruments
 from lightning_hetero.strategies.loaders import Loaders
-from lightning_hetero.strategies.loss_check import batch_norm_problem, check_mean_loss, combine_findings
+from lightning_hetero.strategies.loss_check import batch_norm_problem, check_mean_loss, combine_findings, cut
 from lightning_hetero.strategies.overlap import OverlappedReduceScatter
 from lightning_hetero.strategies.sharding import (
     check_parameters,
@@ -234,6 +234,10 @@ class HeteroFSDPStrategy(HeteroStrategy):
             self._instruments.count(self.optimizers)
             loader.skip(trainer.current_epoch, lightning_adapter.batches_to_skip(trainer))
             self._look_at_first_batch(loader)
+        elif isinstance(loader, KeptLoader) and self._check_loss != "off":
+            batch = loader.first_batch(trainer.current_epoch)
+            if min(self.gather_numbers(int(batch is not None))) and trainer.lightning_module.automatic_optimization:
+                self._check_first_batch(self._first_batch(None), self.batch_to_device(batch))
         if self.plan is not None and not self.plan_is_given:
             assert self.cluster is not None
             shares = ", ".join(str(share) for share in self.plan.batch_shares)
@@ -250,7 +254,17 @@ class HeteroFSDPStrategy(HeteroStrategy):
             rank_zero_info("hetero_fsdp: with manual optimization the loss is not checked and ranks are not measured")
             self.plan = self.plan or self._declared_plan(loader.uneven.global_batch_size)
             return
-        first = planning.FirstBatch(
+        first = self._first_batch(loader)
+        if self._check_loss != "off":
+            self._check_first_batch(first, first.batch(planning.CHECK_SAMPLES))
+        if self._summary:
+            self._flops_per_sample = first.count_flops()
+        if self.plan is None:
+            self.plan = self._measured_plan(first, loader.uneven.global_batch_size)
+
+    def _first_batch(self, loader: UnevenLoader | None) -> planning.FirstBatch:
+        assert self.lightning_module is not None
+        return planning.FirstBatch(
             self.lightning_module,
             loader,
             self.global_rank,
@@ -258,15 +272,8 @@ class HeteroFSDPStrategy(HeteroStrategy):
             context=self.precision_plugin.train_step_context,
             instruments=self._instruments,
         )
-        if self._check_loss != "off":
-            self._check_first_batch(first)
-        if self._summary:
-            self._flops_per_sample = first.count_flops()
-        if self.plan is None:
-            self.plan = self._measured_plan(first, loader.uneven.global_batch_size)
 
-    def _check_first_batch(self, first: planning.FirstBatch) -> None:
-        batch = first.batch(planning.CHECK_SAMPLES)
+    def _check_first_batch(self, first: planning.FirstBatch, batch: Any) -> None:
         findings = [check_mean_loss(first.loss_of, batch, halves=True), batch_norm_problem(first.module)]
         for finding in (combine_findings(rank) for rank in zip(*self.gather_objects(findings), strict=True)):
             if finding is None:
@@ -278,7 +285,8 @@ class HeteroFSDPStrategy(HeteroStrategy):
     def _measured_plan(self, first: planning.FirstBatch, global_batch_size: int) -> ShardPlan:
         assert self.cluster is not None
         even_share = max(1, global_batch_size // self.world_size)
-        measured = self.gather_objects(planning.measure(first, even_share, self.optimizers))
+        memory_bytes = self.cluster.devices[self.global_rank].memory_bytes
+        measured = self.gather_objects(planning.measure(first, even_share, self.optimizers, memory_bytes))
         costs = planning.pool_measurements(measured, self.cluster.device_types())
         plan = planning.plan_from(
             self.cluster, self._model_key, global_batch_size, costs, reshard_after_forward=self._reshard_now
@@ -351,14 +359,12 @@ class HeteroFSDPStrategy(HeteroStrategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _eval_step(self, step: Any, *args: Any, **kwargs: Any) -> Any:
-        before, self._sizes = self._sizes, self._loaders.next_eval_sizes()
-        try:
-            with self._instruments.step(args[0] if args else None), self._taking_part():
-                output = step(*args, **kwargs)
-            # what a rank without samples computed is a repetition of another one's
-            return output if self.step_samples() > 0 else None
-        finally:
-            self._sizes = before
+        # they stay after the step: hooks at the batch's end log, too
+        self._sizes = self._loaders.next_eval_sizes()
+        with self._instruments.step(args[0] if args else None), self._taking_part():
+            output = step(*args, **kwargs)
+        # what a rank without samples computed is a repetition of another one's
+        return output if self.step_samples() > 0 else cut(output, 1, 0, 0)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step on this rank's samples."""
@@ -369,7 +375,7 @@ class HeteroFSDPStrategy(HeteroStrategy):
         return self._eval_step(super().test_step, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step on this rank's samples; a rank without any predicts nothing."""
+        """Run the user's step on this rank's samples; where it has none, the prediction is empty."""
         return self._eval_step(super().predict_step, *args, **kwargs)
 
     def on_validation_start(self) -> None:

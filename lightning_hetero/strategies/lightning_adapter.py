@@ -6,6 +6,7 @@ Each piece says which private name it touches and why nothing public will do.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
@@ -158,9 +159,23 @@ def users_samplers_kept(trainer: pl.Trainer) -> bool:
     return choice is False
 
 
-def with_index_tracking(batch_sampler: Any) -> Any:
+class _OwnIndices(_IndexBatchSamplerWrapper):
+    """Notes no index where a rank only repeats another one's sample, so that nothing is written for it."""
+
+    def __init__(self, batch_sampler: Any, has_samples: Callable[[int], bool]) -> None:
+        super().__init__(batch_sampler)
+        self._has_samples = has_samples
+
+    def __next__(self) -> list[int]:
+        batch = super().__next__()
+        if not self._has_samples(len(self.seen_batch_indices) - 1):
+            self.seen_batch_indices[-1] = []
+        return batch
+
+
+def with_index_tracking(batch_sampler: Any, has_samples: Callable[[int], bool]) -> Any:
     """Return a batch sampler off which Lightning's prediction loop reads the indices; it asks for this very class."""
-    return _IndexBatchSamplerWrapper(batch_sampler)
+    return _OwnIndices(batch_sampler, has_samples)
 
 
 def without_index_tracking(loader: Any) -> Any:

@@ -97,6 +97,8 @@ class Loaders:
             kept = SizedKeptLoader if _length_of(loader) is not None else KeptLoader
             loader = kept(loader, announce=announce, agree=agree)
         if not evaluating:
+            # what an epoch read ahead and did not use (a limit, a hook that returned -1) is not the next one's
+            loader.on_start = self._train_sizes.clear
             self.train = loader
         return loader
 
@@ -120,7 +122,7 @@ class Loaders:
             agree=strategy.gather_numbers,
         )
         if predicting:
-            tracked = lightning_adapter.with_index_tracking(uneven.uneven)
+            tracked = lightning_adapter.with_index_tracking(uneven.uneven, uneven.uneven.has_samples)
             uneven.loader = with_batch_sampler(uneven.loader, tracked)
         return uneven
 

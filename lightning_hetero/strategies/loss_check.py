@@ -29,29 +29,30 @@ def split_batch_in_two(batch: Any, samples: int) -> tuple[Any, Any, int] | None:
         return None
     # not in the middle where it can be helped: a loss that ignores sizes would pass with equal halves
     first = max(1, samples // 3)
-    return _cut(batch, samples, 0, first), _cut(batch, samples, first, samples), first
+    return cut(batch, samples, 0, first), cut(batch, samples, first, samples), first
 
 
-def _cut(value: Any, samples: int, start: int, stop: int) -> Any:
+def cut(value: Any, samples: int, start: int, stop: int) -> Any:
+    """Return samples ``start`` to ``stop`` of what holds so many ``samples``."""
     if isinstance(value, Tensor):
         return value[start:stop] if value.ndim and value.shape[0] == samples else value
     if isinstance(value, dict):
-        return type(value)({key: _cut(item, samples, start, stop) for key, item in value.items()})
+        return type(value)({key: cut(item, samples, start, stop) for key, item in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cut(item, samples, start, stop) for item in value))
+        return type(value)(*(cut(item, samples, start, stop) for item in value))
     if isinstance(value, list | tuple):
         if len(value) == samples and not any(isinstance(item, Tensor) and item.ndim for item in value):
             return value[start:stop]
-        return type(value)(_cut(item, samples, start, stop) for item in value)
+        return type(value)(cut(item, samples, start, stop) for item in value)
     return value
 
 
-def check_mean_loss(loss_of: Callable[[Any], Tensor | None], batch: Any, *, halves: bool) -> str | None:
+def check_mean_loss(loss_of: Callable[[Any, int], Tensor | None], batch: Any, *, halves: bool) -> str | None:
     """Compare the loss of a batch with the weighted losses of its parts.
 
     Args:
-        loss_of: runs the user's step in eval mode under one fixed random state; called four times on every rank,
-            whatever the batch, since it is collective.
+        loss_of: runs the user's step on a batch, in eval mode and under the random state of a seed; called four times
+            on every rank, whatever the batch, since it is collective.
         batch: this rank's samples.
         halves: whether this rank's batch may be cut; otherwise the calls are made for the others' sake.
 
@@ -61,7 +62,8 @@ def check_mean_loss(loss_of: Callable[[Any], Tensor | None], batch: Any, *, halv
     samples = batch_size_of(batch)
     parts = split_batch_in_two(batch, samples) if halves else None
     first, second, count = parts if parts is not None else (batch, batch, samples)
-    losses = [_number(loss_of(part)) for part in (batch, batch, first, second)]
+    # a step that draws (augmentation, mixup) draws other numbers for the parts: another seed gives it away
+    losses = [_number(loss_of(part, seed)) for part, seed in ((batch, 0), (batch, 1), (first, 0), (second, 0))]
     if parts is None or any(loss is None for loss in losses):
         return None
     whole, again, loss_1, loss_2 = (loss for loss in losses if loss is not None)
@@ -85,7 +87,7 @@ def _number(loss: Tensor | None) -> tuple[float, torch.dtype] | None:
 
 def batch_norm_problem(module: nn.Module) -> str | None:
     """Say which layers normalise over this rank's samples only, or None if there are none in training mode."""
-    names = torch_adapter.batch_norms(module)
+    names = list(torch_adapter.batch_norms(module).values())
     if not names:
         return None
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -21,7 +21,7 @@ from lightning_hetero.planner.shard import plan_shard
 from lightning_hetero.profiler.flops import FlopCounter
 from lightning_hetero.strategies.instruments import Instruments
 from lightning_hetero.strategies.probe import RankMeasurement, StepMeasurement, measure_rank
-from lightning_hetero.strategies.untouched import untouched
+from lightning_hetero.strategies.untouched import same_random_states, seed_all, untouched
 
 CHECK_SAMPLES = 8
 """samples on which the loss is checked"""
@@ -35,7 +35,7 @@ class FirstBatch:
 
     Args:
         module: the user's module, sharded.
-        loader: the training loader, from whose dataset the samples come.
+        loader: the training loader, from whose dataset the samples come; None where the batch is given.
         rank: this rank; ranks take different samples.
         to_device: the strategy's ``batch_to_device``.
         context: the precision plugin's context for a training step, entered around forward.
@@ -45,7 +45,7 @@ class FirstBatch:
     def __init__(
         self,
         module: pl.LightningModule,
-        loader: UnevenLoader,
+        loader: UnevenLoader | None,
         rank: int,
         *,
         to_device: Callable[[Any], Any],
@@ -61,6 +61,7 @@ class FirstBatch:
 
     def batch(self, samples: int) -> Any:
         """Return a batch of this many samples on the device; from the dataset's start where it is short."""
+        assert self.loader is not None
         dataset: Any = self.loader.dataset
         length = len(self.loader.uneven.order)
         start = self.rank * samples
@@ -69,9 +70,10 @@ class FirstBatch:
         if order.kind == "sampler":
             indices = [order.indices(0)[i] for i in indices]
         fetch = getattr(dataset, "__getitems__", None)
-        items = fetch(indices) if callable(fetch) else [dataset[i] for i in indices]
         collate: Any = self.loader.loader.collate_fn
-        return self._to_device(collate(items))
+        with same_random_states():  # a dataset may augment
+            items = fetch(indices) if callable(fetch) else [dataset[i] for i in indices]
+            return self._to_device(collate(items))
 
     def measure_step(self, samples: int) -> StepMeasurement:
         """Run forward and backward of so many samples; return busy seconds and peak bytes."""
@@ -99,11 +101,11 @@ class FirstBatch:
         self._forget_gradients()
         return float(counter.flops)
 
-    def loss_of(self, batch: Any) -> Tensor | None:
-        """Return the loss of ``batch`` in eval mode, under one random state, without gradients."""
+    def loss_of(self, batch: Any, seed: int) -> Tensor | None:
+        """Return the loss of ``batch`` in eval mode, under the random state of ``seed``, without gradients."""
         training = {module for module in self.module.modules() if module.training}
         with untouched(self.module), torch.no_grad():
-            torch.manual_seed(0)
+            seed_all(seed)
             for module in training:
                 module.training = False
             try:
@@ -198,9 +200,11 @@ def state_to_come_bytes(optimizers: Sequence[Optimizer]) -> int:
     return total
 
 
-def measure(first: FirstBatch, max_samples: int, optimizers: Sequence[Optimizer]) -> RankMeasurement:
-    """Measure this rank (a collective: every rank runs the same number of steps)."""
-    measured = measure_rank(first.measure_step, max_samples)
+def measure(
+    first: FirstBatch, max_samples: int, optimizers: Sequence[Optimizer], capacity_bytes: int
+) -> RankMeasurement:
+    """Measure this rank within its memory (a collective: every rank runs the same number of steps)."""
+    measured = measure_rank(first.measure_step, max_samples, capacity_bytes=capacity_bytes)
     if measured.base_bytes is None:
         return measured
     return replace(measured, base_bytes=measured.base_bytes + state_to_come_bytes(optimizers))

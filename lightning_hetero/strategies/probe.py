@@ -17,6 +17,10 @@ NEGLIGIBLE = 0.05
 """a fixed part below this share of the step is taken for noise, which a line would carry far beyond its points"""
 
 
+MEMORY_SHARE = 0.9
+"""share of a device's memory that measuring may fill"""
+
+
 @dataclass(frozen=True)
 class RankMeasurement:
     """What one rank measured.
@@ -44,20 +48,26 @@ class StepMeasurement:
     peak_bytes: int | None
 
 
-def measure_rank(run: Callable[[int], StepMeasurement], max_samples: int, budget_s: float = 4.0) -> RankMeasurement:
+def measure_rank(
+    run: Callable[[int], StepMeasurement], max_samples: int, budget_s: float = 4.0, capacity_bytes: int | None = None
+) -> RankMeasurement:
     """Time steps of two sizes and fit ``fixed + per sample``.
 
     Args:
         run: runs one forward and backward of so many samples.
         max_samples: never run more.
-        budget_s: how long the larger step may take; its size is chosen so, from a step of one sample.
+        budget_s: how long the larger step may take; its size is chosen so, from a step of one or two samples.
+        capacity_bytes: memory of the device; where peaks are known, the larger step is chosen to fit it.
 
     Returns:
         The shortest time of either size, since whatever disturbs a step makes it longer, and the line through them.
     """
-    run(1)
-    single = run(1)
-    samples = max(1, min(max_samples, int(budget_s / max(single.busy_s, 1e-9))))
+    one, pair = run(1), min(2, max_samples)
+    two = run(pair)
+    samples = min(max_samples, int(budget_s / max(two.busy_s / pair, 1e-9)))
+    if capacity_bytes is not None and one.peak_bytes is not None and two.peak_bytes is not None:
+        samples = min(samples, _samples_within(MEMORY_SHARE * capacity_bytes, one.peak_bytes, two.peak_bytes))
+    samples = max(1, samples)
     few = max(1, samples // 4)
     small, large = [], []
     for _ in range(REPEATS):
@@ -71,6 +81,12 @@ def measure_rank(run: Callable[[int], StepMeasurement], max_samples: int, budget
         return RankMeasurement(samples, step_s, fixed_s)
     base_bytes = _intercept(few, peaks[0], samples, peaks[1])
     return RankMeasurement(samples, step_s, fixed_s, int(base_bytes), (peaks[1] - base_bytes) / samples)
+
+
+def _samples_within(limit_bytes: float, peak_of_one: int, peak_of_two: int) -> int:
+    """Return how many samples fit, by the line through the peaks of one and of two."""
+    growth = max(1, peak_of_two - peak_of_one)
+    return 1 + int((limit_bytes - peak_of_one) / growth)
 
 
 def _intercept(x0: int, y0: float, x1: int, y1: float) -> float:

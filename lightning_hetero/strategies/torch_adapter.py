@@ -26,16 +26,16 @@ def set_unshard_async(root: nn.Module, enabled: bool) -> None:
         root._set_unshard_async_op(enabled)
 
 
-def batch_norms(module: nn.Module) -> list[str]:
-    """Return the names of layers that normalise over this rank's samples only, in training mode.
+def batch_norms(module: nn.Module) -> dict[nn.Module, str]:
+    """Return the layers that normalise over this rank's samples only, in training mode, and their names.
 
     ``_BatchNorm`` is the base of all of them and has no public name.
     """
-    return [
-        name
+    return {
+        child: name
         for name, child in module.named_modules()
         if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm) and child.training
-    ]
+    }
 
 
 def default_store() -> Store:
