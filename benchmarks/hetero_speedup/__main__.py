@@ -57,7 +57,8 @@ def cases(cluster_path: Path, quick: bool) -> dict[str, tuple[Case, Effort]]:
         solo_batch=EMULATED_BATCH_PER_RANK // 2 if quick else EMULATED_BATCH_PER_RANK,
         cluster_path=cluster_path.resolve(),
     )
-    real_work = Case("real work", 2, global_batch=96, solo_batch=48, doubled_ranks=(1,))
+    # large enough that communication, some 0.2 s a step on two cores, does not dominate
+    real_work = Case("real work", 2, global_batch=256, solo_batch=96, doubled_ranks=(1,))
     equal = Case("equal devices", 2, global_batch=32, solo_batch=16)
     if quick:
         efforts = Effort(2, 1), Effort(2, 2), Effort(6, 2)
