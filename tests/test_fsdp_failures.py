@@ -213,7 +213,7 @@ nodes:
 @pytest.mark.parametrize(("culprit", "how"), [(0, "raise"), (1, "raise"), (1, "kill")])
 @pytest.mark.xfail(
     strict=False,
-    reason="a rank may outlive the launcher by a moment, and a killed one closes without the word that is looked for",
+    reason="seen to leave a rank behind (rank 0 raises) and to lack the expected message (kill); cause not known",
 )
 def test_the_launcher_ends_with_the_failing_ranks_message(tmp_path: Path, culprit: int, how: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
