@@ -98,9 +98,7 @@ def least_bottleneck(costs: Sequence[StageCosts], levels: Sequence[Level]) -> Op
         search ends exactly on one. Time: O(log(costs) * (moves + types * units * log(units))), unless some
         device has nothing small enough to do (see :func:`_order_within`).
     """
-    units = len(costs[0].reach) - 1
-    # Every unit is in some stage, so the bottleneck is at least the unit that is dearest where it is cheapest.
-    low = max(min(cost.prefix[unit + 1] - cost.prefix[unit] - cost.discount for cost in costs) for unit in range(units))
+    low = _lower_bound(costs, len(levels))
     limit = max(cost.prefix[-1] - cost.discount for cost in costs)
     best: tuple[int, list[list[int]], Callable[[], tuple[int, ...]]] | None = None
     while True:
@@ -116,6 +114,17 @@ def least_bottleneck(costs: Sequence[StageCosts], levels: Sequence[Level]) -> Op
         if low >= best[0]:
             return Optimum(best[0], best[2](), tuple(map(tuple, best[1])))
         limit = (low + best[0]) // 2
+        if low > 0:
+            # The optimum is rarely above twice the bound, while the first limit is many times that.
+            limit = min(limit, 2 * low)
+
+
+def _lower_bound(costs: Sequence[StageCosts], stages: int) -> int:
+    """What the most expensive stage costs at least: some unit by itself, or its part of all units."""
+    units = len(costs[0].reach) - 1
+    discount = max(cost.discount for cost in costs)
+    cheapest = [min(cost.prefix[unit + 1] - cost.prefix[unit] for cost in costs) for unit in range(units)]
+    return max(max(cheapest), -(-sum(cheapest) // stages)) - discount
 
 
 def _order_within(ends: Sequence[Sequence[int]], levels: Sequence[Level]) -> Callable[[], tuple[int, ...]] | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
 
 from lightning_hetero.report.save import save_figure
 
@@ -45,6 +46,9 @@ def _draw(axes: Axes, lines: Mapping[str, Sequence[Mapping[str, Any]]], variable
             color=color,
             label=name,
         )
+    # Sizes double from point to point: ticks at powers of two, written out.
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set_xlabel(variable)
     axes.set_title(title, fontsize=10)
     axes.grid(which="major", alpha=0.3)
