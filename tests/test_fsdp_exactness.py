@@ -268,7 +268,10 @@ def kept_on_one_device(steps: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("limit", [None, 2])
 @pytest.mark.parametrize("rank_batches", ["stream", "batch sampler"])
-@pytest.mark.xfail(strict=False, reason="logged values differ from one device's; the cause is not known")
+@pytest.mark.xfail(
+    strict=False,
+    reason="32-bit MeanMetric values differ by 3e-8, parameters by 3e-17 (one case looked at): the cause is not known",
+)
 def test_kept_batches_are_weighted_and_end_together(ranks: WarmRanks, rank_batches: str, limit: int | None) -> None:
     """Also where reading ahead has fetched a batch that an epoch's limit leaves unused."""
     reference = kept_on_one_device(limit or min(map(len, SIZES)))
