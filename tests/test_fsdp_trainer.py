@@ -195,3 +195,13 @@ def test_a_rank_without_samples_predicts_nothing(ranks: WarmRanks) -> None:
     assert first_indices == [[0, 1, 2], [4]]
     assert [batch for batch in second if batch] == [[x[3]]]
     assert [batch for batch in second_indices if batch] == [[3]]
+
+
+def meta_again_and_again(times: int) -> list[float]:
+    return [fit(SHARES, "configured, meta", {})["metrics"]["val_loss"] for _ in range(times)]
+
+
+def test_ranks_send_alike_whatever_python_does_with_ids(ranks: WarmRanks) -> None:
+    """Which tensors were sent was remembered by ``id``, and freed tensors' ids are reused: ranks hung, now and then."""
+    first, second = ranks.run(2, meta_again_and_again, 8, timeout=100)
+    assert first == second

@@ -98,22 +98,24 @@ def use_reduce_scatter(root: nn.Module, reduce_scatter: Any) -> None:
 
 
 class _Broadcast:
-    """Gives every rank the values of rank 0, each tensor once."""
+    """Gives every rank the values of rank 0.
+
+    What to send follows from the model alone, so that all ranks send the same: sharded parameters are done, and a
+    buffer met again is sent again. Remembering tensors by ``id`` hung ranks: sharding frees them, and ids are reused.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.done: set[int] = set()
 
     def from_rank_0(self, module: nn.Module) -> None:
         self._materialise(module)
         for tensor in self._pending(module):
             if dist.get_world_size() > 1:
                 dist.broadcast(tensor.detach(), src=0)
-            self.done.add(id(tensor))
 
     def _pending(self, module: nn.Module) -> Iterator[Tensor]:
         for tensor in [*module.parameters(), *module.buffers()]:
-            if id(tensor) not in self.done and not _is_sharded(tensor):
+            if not _is_sharded(tensor):
                 yield tensor
 
     def _materialise(self, module: nn.Module) -> None:
