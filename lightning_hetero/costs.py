@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hetero.errors import HeteroError, raise_all
-from lightning_hetero.records import Record, integer, number, read_json, shown, text, write_json
+from lightning_hetero.records import Record, boolean, integer, number, read_json, shown, text, write_json
 
 SCHEMA = 1
 
@@ -55,6 +55,7 @@ class UnitCost:
         kept_activation_bytes: bytes per sample that the forward keeps for the backward.
         output_bytes: bytes per sample of the unit's output.
         timings: measured seconds by device type; empty where nothing was measured.
+        is_block: whether it is one of the repeated blocks that FSDP2 wraps one by one; the others form the root group.
     """
 
     name: str
@@ -64,6 +65,7 @@ class UnitCost:
     kept_activation_bytes: int
     output_bytes: int
     timings: Mapping[str, UnitTiming] = field(default_factory=dict)
+    is_block: bool = True
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ class ModelCosts:
     Args:
         model: name of the model.
         units: at least one unit; names are distinct.
+        dtype: of parameters and compute when the seconds and bytes were taken ("float32", "bfloat16", ...).
+        loss_bytes: bytes per sample that the loss keeps beside the last output (logits, targets, their gradient).
 
     Raises:
         HeteroError: if there is no unit or a name is used twice.
@@ -80,6 +84,8 @@ class ModelCosts:
 
     model: str
     units: tuple[UnitCost, ...]
+    dtype: str = "float32"
+    loss_bytes: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "units", tuple(self.units))
@@ -107,7 +113,8 @@ class ModelCosts:
             asdict(unit) | {"timings": {kind: asdict(timing) for kind, timing in unit.timings.items()}}
             for unit in self.units
         ]
-        return {"schema": SCHEMA, "model": self.model, "units": units}
+        top = {"schema": SCHEMA, "model": self.model, "dtype": self.dtype, "loss_bytes": self.loss_bytes}
+        return top | {"units": units}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ModelCosts:
@@ -122,18 +129,20 @@ class ModelCosts:
     def from_dict(cls, data: object, source: str = "costs") -> ModelCosts:
         """Build costs from what a costs file holds; ``source`` names it in the error."""
         record = Record(source, HeteroError)
-        top = record.mapping(data, "", ["schema", "model", "units"]) or {}
+        top = record.mapping(data, "", ["schema", "model", "units"], ["dtype", "loss_bytes"]) or {}
         if "schema" in top and top["schema"] != SCHEMA:
             record.note("schema", f"is {shown(top['schema'])}: this version reads schema {SCHEMA}")
         model = record.take(top, "model", "", text, "")
+        dtype = record.take(top, "dtype", "", text, "float32")
+        loss_bytes = record.take(top, "loss_bytes", "", integer(0), 0)
         items = record.items(top["units"], "units", "unit") if "units" in top else []
         units = [_read_unit(record, item, place) for place, item in items]
         record.finish()
-        return cls(model, tuple(units))
+        return cls(model, tuple(units), dtype, loss_bytes)
 
 
 def _read_unit(record: Record, value: object, place: str) -> UnitCost:
-    unit = record.mapping(value, place, _UNIT_KEYS, ["timings"]) or {}
+    unit = record.mapping(value, place, _UNIT_KEYS, ["timings", "is_block"]) or {}
     timings: dict[str, UnitTiming] = {}
     if not isinstance(unit.get("timings", {}), Mapping):
         record.note(f"{place}.timings", f"is {shown(unit['timings'])}: write a mapping of device type to seconds")
@@ -148,6 +157,7 @@ def _read_unit(record: Record, value: object, place: str) -> UnitCost:
         kept_activation_bytes=record.take(unit, "kept_activation_bytes", place, integer(0), 0),
         output_bytes=record.take(unit, "output_bytes", place, integer(0), 0),
         timings=timings,
+        is_block=record.take(unit, "is_block", place, boolean, True),
     )
 
 

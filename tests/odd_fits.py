@@ -193,7 +193,7 @@ class Stateful(Plain):
         return {
             "torch": torch.get_rng_state().sum().item(),
             "numpy": str(np.random.get_state()[1].sum()),  # type: ignore[index]
-            "python": hash(random.getstate()),
+            "python": (sum(random.getstate()[1]), random.getstate()[2]),
             "buffers": {name: buffer.sum().item() for name, buffer in self.named_buffers()},
             "gradients": [name for name, p in self.named_parameters() if p.grad is not None],
             "containers": repr((self.outputs, self.by_class, self.model.seen, self.steps)),

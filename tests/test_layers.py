@@ -226,9 +226,9 @@ for name in ("torch", "lightning", "timm", "matplotlib"):
     sys.modules[name] = None
 import lightning_hetero.cluster, lightning_hetero.costs, lightning_hetero.plan, lightning_hetero.simulator
 from lightning_hetero.cluster import Cluster, Device
-from lightning_hetero.planner import plan_shard
+from lightning_hetero.planner import plan_one_group
 devices = tuple(Device(kind, "n", 2**31, None) for kind in ("fast", "slow"))
-plan = plan_shard(Cluster("c", devices), global_batch_size=9, seconds_per_sample=[1.0, 2.0])
+plan = plan_one_group(Cluster("c", devices), global_batch_size=9, seconds_per_sample=[1.0, 2.0])
 print(plan.batch_shares)
 try:
     Cluster.discover()

@@ -1,7 +1,7 @@
 """Decisions: pure Python, no torch."""
 
 from lightning_hetero.planner.batch import slowest_seconds, split_batch
+from lightning_hetero.planner.one_group import plan_one_group
 from lightning_hetero.planner.partition import Partition, partition_units
-from lightning_hetero.planner.shard import plan_shard
 
-__all__ = ["Partition", "partition_units", "plan_shard", "slowest_seconds", "split_batch"]
+__all__ = ["Partition", "partition_units", "plan_one_group", "slowest_seconds", "split_batch"]

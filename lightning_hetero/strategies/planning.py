@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.data import UnevenLoader
 from lightning_hetero.plan import ModelKey, ShardPlan
-from lightning_hetero.planner.shard import plan_shard
+from lightning_hetero.planner.one_group import plan_one_group
 from lightning_hetero.profiler.flops import FlopCounter
 from lightning_hetero.strategies.instruments import Instruments
 from lightning_hetero.strategies.probe import RankMeasurement, StepMeasurement, measure_rank
@@ -214,7 +214,7 @@ def plan_from(
     cluster: Cluster, model: ModelKey, global_batch_size: int, costs: Costs, *, reshard_after_forward: bool
 ) -> ShardPlan:
     """Return the plan with the fastest predicted step that fits every device's memory."""
-    return plan_shard(
+    return plan_one_group(
         cluster,
         model=model,
         global_batch_size=global_batch_size,
@@ -232,7 +232,7 @@ def declared_plan(
     """Return the plan by declared speeds, even where a device has none; what holds until ranks are measured."""
     speeds = [device.speed_flops_per_s for device in cluster.devices]
     known = all(speed for speed in speeds)
-    shares = plan_shard(
+    shares = plan_one_group(
         cluster,
         model=model,
         global_batch_size=global_batch_size,

@@ -13,7 +13,7 @@ from lightning_hetero.simulator.memory import RankMemory
 from lightning_hetero.units import format_bytes, format_seconds
 
 
-def plan_shard(
+def plan_one_group(
     cluster: Cluster,
     *,
     global_batch_size: int,

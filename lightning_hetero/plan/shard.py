@@ -1,4 +1,4 @@
-"""Plans: the hinge between deciding and doing. Data, versioned, editable by hand, checked on load."""
+"""Shard plans: who takes how many samples, and who shards parameters with whom."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.errors import PlanError, raise_all
+from lightning_hetero.plan.common import ModelKey, RankPrediction, read_model, read_predictions
 from lightning_hetero.records import (
     Record,
     boolean,
@@ -27,29 +28,6 @@ SCHEMA = 1
 
 _NEXT_STEP = 'give the path of a plan file, or plan="auto"'
 _REPLAN = 'make a new plan (plan="auto")'
-
-
-@dataclass(frozen=True)
-class ModelKey:
-    """What tells whether a plan was made for a model: its name and its number of parameters."""
-
-    name: str
-    parameters: int
-
-
-@dataclass(frozen=True)
-class RankPrediction:
-    """What a plan expects of one rank in one step.
-
-    Args:
-        busy_s: seconds of computing.
-        idle_share: share of the step in which the rank waits, from 0 to 1.
-        peak_memory_bytes: peak memory in bytes, ``None`` where memory was not given to the planner.
-    """
-
-    busy_s: float
-    idle_share: float
-    peak_memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -239,33 +217,12 @@ def _read_plan(record: Record, data: object) -> ShardPlan:
         batch_shares=record.take(top, "batch_shares", "", tuple_of(integer(0)), ()),
         groups=record.take(top, "groups", "", tuple_of(tuple_of(integer(0))), ()),
         device_types=record.take(top, "device_types", "", tuple_of(text), ()),
-        model=_read_model(record, top.get("model")),
+        model=read_model(record, top.get("model")),
         reshard_after_forward=record.take(top, "reshard_after_forward", "", boolean, True),
         predicted_step_s=record.take(top, "predicted_step_s", "", optional(number(0)), None),
-        predictions=_read_predictions(record, top.get("predictions") or []),
+        predictions=read_predictions(record, top.get("predictions") or []),
         reasons=record.take(top, "reasons", "", tuple_of(text), ()),
     )
-
-
-def _read_model(record: Record, value: object) -> ModelKey | None:
-    if value is None:
-        return None
-    model = record.mapping(value, "model", ["name", "parameters"]) or {}
-    name = record.take(model, "name", "model", text, "")
-    return ModelKey(name, record.take(model, "parameters", "model", integer(0), 0))
-
-
-def _read_predictions(record: Record, value: object) -> tuple[RankPrediction, ...]:
-    if not value:
-        return ()
-    predictions = []
-    for place, item in record.items(value, "predictions", "prediction"):
-        entry = record.mapping(item, place, ["busy_s", "idle_share"], ["peak_memory_bytes"]) or {}
-        busy_s = record.take(entry, "busy_s", place, number(0), 0.0)
-        idle_share = record.take(entry, "idle_share", place, number(0, 1), 0.0)
-        peak = record.take(entry, "peak_memory_bytes", place, optional(integer(0)), None)
-        predictions.append(RankPrediction(busy_s, idle_share, peak))
-    return tuple(predictions)
 
 
 def _listed(ranks: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""plan_shard: shares by speed under memory, what it predicts, and what it refuses."""
+"""plan_one_group: shares by speed under memory, what it predicts, and what it refuses."""
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from lightning_hetero.cluster import Cluster, Device
 from lightning_hetero.costs import UnitCost
 from lightning_hetero.errors import HeteroError, InfeasibleError
 from lightning_hetero.plan import ModelKey
-from lightning_hetero.planner import plan_shard
+from lightning_hetero.planner import plan_one_group
 from lightning_hetero.simulator import shard_memory
 
 GIB = 2**30
@@ -23,7 +23,7 @@ SECONDS = [1 / 6, 1 / 6, 1 / 3, 1 / 3]
 
 
 def test_shares_follow_speed():
-    plan = plan_shard(CLUSTER, global_batch_size=128, seconds_per_sample=SECONDS, model=ModelKey("vit", 9))
+    plan = plan_one_group(CLUSTER, global_batch_size=128, seconds_per_sample=SECONDS, model=ModelKey("vit", 9))
     assert plan.batch_shares == (43, 43, 21, 21)
     assert plan.groups == ((0, 1, 2, 3),)
     assert plan.device_types == ("fast", "fast", "slow", "slow")
@@ -35,7 +35,7 @@ def test_shares_follow_speed():
 
 
 def test_reasons_tell_the_even_split():
-    plan = plan_shard(CLUSTER, global_batch_size=128, seconds_per_sample=SECONDS)
+    plan = plan_one_group(CLUSTER, global_batch_size=128, seconds_per_sample=SECONDS)
     text = "\n".join(plan.reasons)
     assert "2 x fast take 43 each, 2 x slow take 21 each" in text
     assert "rank 0 (fast on node-fast) sets the pace" in text
@@ -43,13 +43,13 @@ def test_reasons_tell_the_even_split():
 
 
 def test_fixed_seconds_shift_shares():
-    plan = plan_shard(make_cluster("a", "b"), global_batch_size=10, seconds_per_sample=[1, 1], fixed_seconds=[0, 4])
+    plan = plan_one_group(make_cluster("a", "b"), global_batch_size=10, seconds_per_sample=[1, 1], fixed_seconds=[0, 4])
     assert plan.batch_shares == (7, 3)
     assert plan.predicted_step_s == 7
 
 
 def test_measured_memory_limits_shares():
-    plan = plan_shard(
+    plan = plan_one_group(
         CLUSTER,
         global_batch_size=128,
         seconds_per_sample=SECONDS,
@@ -63,7 +63,7 @@ def test_measured_memory_limits_shares():
 
 
 def test_an_even_split_that_does_not_fit_is_said():
-    plan = plan_shard(
+    plan = plan_one_group(
         make_cluster("big", "small"),
         global_batch_size=10,
         seconds_per_sample=[1, 1],
@@ -79,7 +79,7 @@ def test_modelled_memory_limits_shares():
     units = [UnitCost(f"blocks.{i}", 10**6, 0, 0, 10**6, 10**4) for i in range(4)]
     memory = shard_memory(units, 2)
     capacity = memory.peak_bytes(6)
-    plan = plan_shard(
+    plan = plan_one_group(
         make_cluster("a", "b"),
         global_batch_size=16,
         seconds_per_sample=[1, 3],
@@ -91,20 +91,20 @@ def test_modelled_memory_limits_shares():
 
 
 def test_every_rank_takes_a_sample():
-    plan = plan_shard(make_cluster("a", "b"), global_batch_size=8, seconds_per_sample=[1, 1000])
+    plan = plan_one_group(make_cluster("a", "b"), global_batch_size=8, seconds_per_sample=[1, 1000])
     assert plan.batch_shares == (7, 1)
 
 
 def test_fewer_samples_than_ranks():
     with pytest.raises(InfeasibleError) as caught:
-        plan_shard(CLUSTER, global_batch_size=3, seconds_per_sample=SECONDS)
+        plan_one_group(CLUSTER, global_batch_size=3, seconds_per_sample=SECONDS)
     assert "global_batch_size is 3, below 4" in str(caught.value)
     assert "at most 3 ranks" in str(caught.value)
 
 
 def test_a_batch_that_memory_does_not_hold():
     with pytest.raises(InfeasibleError) as caught:
-        plan_shard(
+        plan_one_group(
             CLUSTER,
             global_batch_size=128,
             seconds_per_sample=SECONDS,
@@ -120,7 +120,7 @@ def test_a_batch_that_memory_does_not_hold():
 def test_a_unit_that_fits_no_device():
     units = [UnitCost("embed", 10, 0, 0, 1, 1), UnitCost("blocks.0", 10**9, 0, 0, 1, 1)]
     with pytest.raises(InfeasibleError) as caught:
-        plan_shard(CLUSTER, global_batch_size=8, seconds_per_sample=SECONDS, memory=[shard_memory(units, 4)] * 4)
+        plan_one_group(CLUSTER, global_batch_size=8, seconds_per_sample=SECONDS, memory=[shard_memory(units, 4)] * 4)
     problems = str(caught.value).splitlines()[1:]
     assert len(problems) == 4
     # 250 million parameters a rank with 12 bytes of states and 4 of gradient; the whole unit and its
@@ -137,7 +137,7 @@ def test_a_unit_that_fits_no_device():
 
 def test_a_rank_that_lacks_room_for_one_sample_only():
     with pytest.raises(InfeasibleError) as caught:
-        plan_shard(
+        plan_one_group(
             make_cluster("a", "b"),
             global_batch_size=8,
             seconds_per_sample=[1, 1],
@@ -165,7 +165,7 @@ def test_a_rank_that_lacks_room_for_one_sample_only():
 )
 def test_malformed_arguments(arguments, expected):
     with pytest.raises(HeteroError) as caught:
-        plan_shard(CLUSTER, **({"global_batch_size": 8, "seconds_per_sample": SECONDS} | arguments))
+        plan_one_group(CLUSTER, **({"global_batch_size": 8, "seconds_per_sample": SECONDS} | arguments))
     assert expected in str(caught.value)
 
 
@@ -176,7 +176,7 @@ def test_malformed_arguments(arguments, expected):
 def test_never_slower_than_even_and_consistent(ranks, batch):
     seconds, fixed = [each[0] for each in ranks], [each[1] for each in ranks]
     cluster = make_cluster(*(f"t{rank}" for rank in range(len(ranks))))
-    plan = plan_shard(cluster, global_batch_size=batch, seconds_per_sample=seconds, fixed_seconds=fixed)
+    plan = plan_one_group(cluster, global_batch_size=batch, seconds_per_sample=seconds, fixed_seconds=fixed)
     plan.validate(cluster)
     count = len(ranks)
     even_s = max(fixed[rank] + seconds[rank] * (batch // count + (rank < batch % count)) for rank in range(count))
