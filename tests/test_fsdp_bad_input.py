@@ -398,7 +398,6 @@ def test_a_step_that_does_not_fit(ranks: WarmRanks) -> None:
     out_of_memory(ranks, emulated(5, 5, memory_bytes=9000), {"plan": a_plan((12, 12))}, {0, 1})
 
 
-@pytest.mark.xfail(strict=False, reason="the emulated memory runs out while measuring still")
 def test_an_even_share_that_does_not_fit_is_not_tried(ranks: WarmRanks) -> None:
     """Measuring must not run out of memory where an uneven plan exists: that is what uneven shares are for."""
     # some 5 kB of states and 0.4 kB a sample: rank 0 holds a dozen samples, far less than 32

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
@@ -20,16 +20,17 @@ from torch.optim import Optimizer
 from lightning_hetero.callbacks import EmulatedDevices
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import ModelCosts
-from lightning_hetero.data import KeptLoader, UnevenLoader
-from lightning_hetero.errors import HeteroError, PlanError, UnsupportedError, raise_all
+from lightning_hetero.errors import HeteroError, UnsupportedError, raise_all
 from lightning_hetero.models.units import find_units
 from lightning_hetero.plan import ModelKey, ShardPlan
 from lightning_hetero.strategies import lightning_adapter, planning, torch_adapter
+from lightning_hetero.strategies.arguments import argument_problems, read_costs, read_plan
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.checkpoints import Checkpoints
 from lightning_hetero.strategies.instruments import Instruments
 from lightning_hetero.strategies.loaders import Loaders
-from lightning_hetero.strategies.loss_check import batch_norm_problem, check_mean_loss, combine_findings, cut
+from lightning_hetero.strategies.loss_check import cut
+from lightning_hetero.strategies.opening import Opening
 from lightning_hetero.strategies.overlap import OverlappedReduceScatter
 from lightning_hetero.strategies.sharding import (
     check_parameters,
@@ -101,23 +102,23 @@ class HeteroFSDPStrategy(HeteroStrategy):
         raise_all(
             HeteroError,
             "hetero_fsdp cannot take these arguments",
-            _argument_problems(check_loss, reshard_after_forward, global_batch_size, wrap),
+            argument_problems(check_loss, reshard_after_forward, global_batch_size, wrap),
         )
-        self.plan: ShardPlan | None = None if plan == "auto" else _read_plan(plan)
+        self.plan: ShardPlan | None = None if plan == "auto" else read_plan(plan)
         self._given_plan = self.plan
         self._wrap = wrap
-        self._check_loss: CheckLoss = check_loss
         self._reshard = reshard_after_forward
         self._summary = summary
         self.summaries: list[RankSummary] = []
-        self._instruments: Instruments  # from set-up on
+        self.instruments: Instruments  # from set-up on
         self._loaders = Loaders(self, global_batch_size)
         self._checkpoints = Checkpoints(self, save_distributed_checkpoint, weights_only)
         self._sizes: tuple[int, ...] | None = None
         self._batch: Any = None
         self._reduce_scatter: OverlappedReduceScatter | None = None
-        self._costs = _read_costs(costs)
-        self._flops_per_sample: float | None = None
+        self._costs = read_costs(costs)
+        self.flops_per_sample: float | None = None
+        self._opening = Opening(self, check_loss, count_flops=summary)
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
@@ -175,7 +176,7 @@ class HeteroFSDPStrategy(HeteroStrategy):
                 "callback out, or the devices would be slowed twice"
             )
         emulated = self.cluster.devices[self.global_rank] if self.cluster.emulate else None
-        self._instruments = Instruments(
+        self.instruments = Instruments(
             module, units, self.root_device, self.global_rank, emulated=emulated, costs=self._costs
         )
 
@@ -212,32 +213,31 @@ class HeteroFSDPStrategy(HeteroStrategy):
         """Return how many of so many samples each rank takes: by the plan, or by declared speeds before that."""
         plan = self.plan
         if plan is None:
-            plan = self._declared_plan(max(samples, self.world_size))
+            plan = self.declared_plan(max(samples, self.world_size))
         # evaluation loaders may have larger batches than the plan's
         whole, rest = divmod(samples, plan.global_batch_size)
         return tuple(whole * b + r for b, r in zip(plan.batch_shares, plan.samples(rest), strict=True))
 
-    def _declared_plan(self, global_batch_size: int) -> ShardPlan:
+    def declared_plan(self, global_batch_size: int) -> ShardPlan:
+        """Return the plan by declared speeds: what holds until ranks are measured."""
         assert self.cluster is not None
         return planning.declared_plan(
             self.cluster, self._model_key, global_batch_size, reshard_after_forward=self._reshard_now
+        )
+
+    def plan_from(self, global_batch_size: int, costs: planning.Costs) -> ShardPlan:
+        """Return the fastest plan by what the ranks measured."""
+        assert self.cluster is not None
+        return planning.plan_from(
+            self.cluster, self._model_key, global_batch_size, costs, reshard_after_forward=self._reshard_now
         )
 
     # -- start of a fit ------------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
         """Check the loss and measure the ranks on the first samples, and plan."""
-        trainer = self._trainer
-        self._loaders.check_single(lightning_adapter.train_loaders(trainer))
-        loader = self._loaders.train
-        if isinstance(loader, UnevenLoader):
-            self._instruments.count(self.optimizers)
-            loader.skip(trainer.current_epoch, lightning_adapter.batches_to_skip(trainer))
-            self._look_at_first_batch(loader)
-        elif isinstance(loader, KeptLoader) and self._check_loss != "off":
-            batch = loader.first_batch(trainer.current_epoch)
-            if min(self.gather_numbers(int(batch is not None))) and trainer.lightning_module.automatic_optimization:
-                self._check_first_batch(self._first_batch(None), self.batch_to_device(batch))
+        self._loaders.check_single(lightning_adapter.train_loaders(self._trainer))
+        self._opening.run(self._loaders.train)
         if self.plan is not None and not self.plan_is_given:
             assert self.cluster is not None
             shares = ", ".join(str(share) for share in self.plan.batch_shares)
@@ -245,54 +245,8 @@ class HeteroFSDPStrategy(HeteroStrategy):
                 f"hetero_fsdp: {self.cluster.describe()}; batch shares {shares} of {self.plan.global_batch_size}"
             )
         self._recorder = StepRecorder()
-        self._instruments.timer.take_s()
-        self._instruments.take_peak_bytes()
-
-    def _look_at_first_batch(self, loader: UnevenLoader) -> None:
-        assert self.lightning_module is not None
-        if not self.lightning_module.automatic_optimization:
-            rank_zero_info("hetero_fsdp: with manual optimization the loss is not checked and ranks are not measured")
-            self.plan = self.plan or self._declared_plan(loader.uneven.global_batch_size)
-            return
-        first = self._first_batch(loader)
-        if self._check_loss != "off":
-            self._check_first_batch(first, first.batch(planning.CHECK_SAMPLES))
-        if self._summary:
-            self._flops_per_sample = first.count_flops()
-        if self.plan is None:
-            self.plan = self._measured_plan(first, loader.uneven.global_batch_size)
-
-    def _first_batch(self, loader: UnevenLoader | None) -> planning.FirstBatch:
-        assert self.lightning_module is not None
-        return planning.FirstBatch(
-            self.lightning_module,
-            loader,
-            self.global_rank,
-            to_device=self.batch_to_device,
-            context=self.precision_plugin.train_step_context,
-            instruments=self._instruments,
-        )
-
-    def _check_first_batch(self, first: planning.FirstBatch, batch: Any) -> None:
-        findings = [check_mean_loss(first.loss_of, batch, halves=True), batch_norm_problem(first.module)]
-        for finding in (combine_findings(rank) for rank in zip(*self.gather_objects(findings), strict=True)):
-            if finding is None:
-                continue
-            if self._check_loss == "error":
-                raise UnsupportedError(f"{finding}. check_loss='warn' or 'off' trains all the same")
-            rank_zero_warn(f"hetero_fsdp: {finding}. check_loss='off' silences this")
-
-    def _measured_plan(self, first: planning.FirstBatch, global_batch_size: int) -> ShardPlan:
-        assert self.cluster is not None
-        even_share = max(1, global_batch_size // self.world_size)
-        memory_bytes = self.cluster.devices[self.global_rank].memory_bytes
-        measured = self.gather_objects(planning.measure(first, even_share, self.optimizers, memory_bytes))
-        costs = planning.pool_measurements(measured, self.cluster.device_types())
-        plan = planning.plan_from(
-            self.cluster, self._model_key, global_batch_size, costs, reshard_after_forward=self._reshard_now
-        )
-        shared: ShardPlan = self.broadcast(plan)
-        return shared
+        self.instruments.timer.take_s()
+        self.instruments.take_peak_bytes()
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -307,7 +261,7 @@ class HeteroFSDPStrategy(HeteroStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Note the sizes of this batch on all ranks."""
         full = self._sizes is not None and sum(self._sizes) == self.global_batch_size
-        self._recorder.begin_step(self._instruments.timer.take_s(), comparable=full and batch_idx > 0)
+        self._recorder.begin_step(self.instruments.timer.take_s(), comparable=full and batch_idx > 0)
         self._sizes = self._loaders.next_train_sizes()
         self._batch = batch
 
@@ -323,14 +277,14 @@ class HeteroFSDPStrategy(HeteroStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step on this rank's samples."""
-        with self._instruments.step(self._batch), self._taking_part():
+        with self.instruments.step(self._batch), self._taking_part():
             return super().training_step(*args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Scale the loss by this rank's share of the samples, so that the gradients' sum is the global mean's."""
         if self._sizes is not None:
             closure_loss = closure_loss * (self._sizes[self.global_rank] / sum(self._sizes))
-        with self._instruments.step(self._batch):
+        with self.instruments.step(self._batch):
             return self._backward(closure_loss, optimizer, *args, **kwargs)
 
     def _backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -355,13 +309,13 @@ class HeteroFSDPStrategy(HeteroStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Run the closure (forward and backward) and the optimizer's step."""
-        with self._instruments.step(self._batch):
+        with self.instruments.step(self._batch):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _eval_step(self, step: Any, *args: Any, **kwargs: Any) -> Any:
         # they stay after the step: hooks at the batch's end log, too
         self._sizes = self._loaders.next_eval_sizes()
-        with self._instruments.step(args[0] if args else None), self._taking_part():
+        with self.instruments.step(args[0] if args else None), self._taking_part():
             output = step(*args, **kwargs)
         # what a rank without samples computed is a repetition of another one's
         return output if self.step_samples() > 0 else cut(output, 1, 0, 0)
@@ -402,9 +356,9 @@ class HeteroFSDPStrategy(HeteroStrategy):
             steps=max(0, len(self._recorder.step_s) - 1),
             step_s=step_s,
             busy_s=busy_s,
-            flops_per_sample=self._flops_per_sample,
-            peak_bytes=self._instruments.take_peak_bytes(),
-            emulation=self._instruments.report(),
+            flops_per_sample=self.flops_per_sample,
+            peak_bytes=self.instruments.take_peak_bytes(),
+            emulation=self.instruments.report(),
         )
         self._batch = None
         self.summaries = self.gather_objects(own)
@@ -413,8 +367,8 @@ class HeteroFSDPStrategy(HeteroStrategy):
 
     def teardown(self) -> None:
         """Take our hooks off the module."""
-        if hasattr(self, "_instruments"):
-            self._instruments.close()
+        if hasattr(self, "instruments"):
+            self.instruments.close()
         super().teardown()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -456,34 +410,3 @@ class HeteroFSDPStrategy(HeteroStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Give each rank its shards of the optimizers' states."""
         self._checkpoints.load_optimizers(checkpoint)
-
-
-def _argument_problems(check_loss: Any, reshard: Any, global_batch_size: Any, wrap: Any) -> list[str]:
-    problems = []
-    if check_loss not in ("warn", "error", "off"):
-        problems.append(f"check_loss={check_loss!r}: use 'warn', 'error' or 'off'")
-    if not isinstance(reshard, bool) and reshard != "auto":
-        problems.append(f"reshard_after_forward={reshard!r}: use True, False or 'auto'")
-    whole = isinstance(global_batch_size, int) and not isinstance(global_batch_size, bool)
-    if global_batch_size is not None and not (whole and global_batch_size > 0):
-        problems.append(f"global_batch_size={global_batch_size!r}: give a whole number of samples, 1 or more")
-    is_set = isinstance(wrap, set | frozenset) and all(isinstance(kind, type) for kind in wrap)
-    if wrap is not None and not is_set:
-        problems.append(f"wrap={wrap!r}: give a set of classes, such as {{nn.TransformerEncoderLayer}}")
-    return problems
-
-
-def _read_costs(costs: str | Path | ModelCosts | None) -> ModelCosts | None:
-    if isinstance(costs, ModelCosts | None):
-        return costs
-    if not isinstance(costs, str | Path):
-        raise HeteroError(f"costs={costs!r} is a {type(costs).__name__}: pass ModelCosts, the path of a file, or None")
-    return ModelCosts.load(costs)
-
-
-def _read_plan(plan: str | Path | ShardPlan) -> ShardPlan:
-    if isinstance(plan, ShardPlan):
-        return plan
-    if not isinstance(plan, str | Path):
-        raise PlanError(f"plan={plan!r} is a {type(plan).__name__}: pass 'auto', a ShardPlan or the path of one")
-    return ShardPlan.load(plan)

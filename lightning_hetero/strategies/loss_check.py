@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_hetero.data import batch_size_of
-from lightning_hetero.strategies import torch_adapter
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE_TOLERANCE = 3e-2
@@ -85,16 +84,15 @@ def _number(loss: Tensor | None) -> tuple[float, torch.dtype] | None:
     return None if loss is None else (float(loss.detach()), loss.dtype)
 
 
-def batch_norm_problem(module: nn.Module) -> str | None:
-    """Say which layers normalise over this rank's samples only, or None if there are none in training mode."""
-    names = list(torch_adapter.batch_norms(module).values())
+def batch_norm_problem(names: Sequence[str]) -> str | None:
+    """Say of these BatchNorm layers that they normalise over this rank's samples only; None if there are none."""
     if not names:
         return None
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (
         f"BatchNorm in training mode ({shown}) normalises over each rank's own samples, so the result depends on how "
-        "the global batch is split: use Trainer(sync_batchnorm=True) on GPUs, freeze it (eval mode), or use LayerNorm "
-        "or GroupNorm"
+        "the global batch is split, and a rank with one sample cannot run: use Trainer(sync_batchnorm=True) on GPUs, "
+        "freeze it (eval mode), or use LayerNorm or GroupNorm"
     )
 
 

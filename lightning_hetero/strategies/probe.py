@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 REPEATS = 2
-STEPS = 2 + 3 * REPEATS
-"""steps that :func:`measure_rank` runs; the same on every rank, since each step is collective"""
+"""of each size that is timed"""
 
 
 NEGLIGIBLE = 0.05
@@ -49,25 +48,32 @@ class StepMeasurement:
 
 
 def measure_rank(
-    run: Callable[[int], StepMeasurement], max_samples: int, budget_s: float = 4.0, capacity_bytes: int | None = None
+    run: Callable[[int], StepMeasurement],
+    max_samples: int,
+    budget_s: float = 4.0,
+    capacity_bytes: int | None = None,
+    resident_bytes: int = 0,
 ) -> RankMeasurement:
     """Time steps of two sizes and fit ``fixed + per sample``.
 
+    Every rank runs the same number of steps (:func:`steps_of`), since a step is collective; how large they are is its
+    own affair.
+
     Args:
         run: runs one forward and backward of so many samples.
-        max_samples: never run more.
+        max_samples: never run more; the same on every rank.
         budget_s: how long the larger step may take; its size is chosen so, from a step of one or two samples.
-        capacity_bytes: memory of the device; where peaks are known, the larger step is chosen to fit it.
+        capacity_bytes: memory of the device; where peaks are known, no step is tried that might not fit it.
+        resident_bytes: bytes that are there however few samples run (the rank's shards of the parameters).
 
     Returns:
         The shortest time of either size, since whatever disturbs a step makes it longer, and the line through them.
     """
     one, pair = run(1), min(2, max_samples)
     two = run(pair)
-    samples = min(max_samples, int(budget_s / max(two.busy_s / pair, 1e-9)))
-    if capacity_bytes is not None and one.peak_bytes is not None and two.peak_bytes is not None:
-        samples = min(samples, _samples_within(MEMORY_SHARE * capacity_bytes, one.peak_bytes, two.peak_bytes))
-    samples = max(1, samples)
+    samples = max(1, min(max_samples, int(budget_s / max(two.busy_s / pair, 1e-9))))
+    limit_bytes = float("inf") if capacity_bytes is None else MEMORY_SHARE * capacity_bytes - resident_bytes
+    samples = _climb(run, min(pair, samples), two, samples, _rungs(max_samples), limit_bytes, resident_bytes)
     few = max(1, samples // 4)
     small, large = [], []
     for _ in range(REPEATS):
@@ -77,16 +83,46 @@ def measure_rank(
     step_s = min(m.busy_s for m in large)
     fixed_s = _intercept(few, min(m.busy_s for m in small), samples, step_s)
     peaks = (small[-1].peak_bytes, large[-1].peak_bytes)
-    if peaks[0] is None or peaks[1] is None:
+    if one.peak_bytes is None or peaks[0] is None or peaks[1] is None:
         return RankMeasurement(samples, step_s, fixed_s)
     base_bytes = _intercept(few, peaks[0], samples, peaks[1])
     return RankMeasurement(samples, step_s, fixed_s, int(base_bytes), (peaks[1] - base_bytes) / samples)
 
 
-def _samples_within(limit_bytes: float, peak_of_one: int, peak_of_two: int) -> int:
-    """Return how many samples fit, by the line through the peaks of one and of two."""
-    growth = max(1, peak_of_two - peak_of_one)
-    return 1 + int((limit_bytes - peak_of_one) / growth)
+def steps_of(max_samples: int) -> int:
+    """Return how many steps :func:`measure_rank` runs."""
+    return 2 + _rungs(max_samples) + 3 * REPEATS
+
+
+def _rungs(max_samples: int) -> int:
+    """Return how many doublings lead from two samples to the most."""
+    return max(0, (max_samples - 1).bit_length() - 1)
+
+
+def _climb(
+    run: Callable[[int], StepMeasurement],
+    samples: int,
+    step: StepMeasurement,
+    wanted: int,
+    rungs: int,
+    limit_bytes: float,
+    resident_bytes: int,
+) -> int:
+    """Return the most samples up to ``wanted`` that are known to fit, by so many steps of growing size.
+
+    A peak is the largest of several moments, each a line over the samples; so a line through two peaks may lie far
+    below what more samples need, but with twice the samples what is not resident at most doubles.
+    """
+    for _ in range(rungs):
+        transient = None if step.peak_bytes is None else max(0, step.peak_bytes - resident_bytes)
+        fits = wanted if not transient else min(wanted, int(samples * limit_bytes / transient))
+        if fits < wanted and 2 * samples <= fits:
+            samples *= 2
+            step = run(samples)
+        else:
+            run(1)  # for the others' sake
+    transient = None if step.peak_bytes is None else max(0, step.peak_bytes - resident_bytes)
+    return wanted if not transient else max(1, min(wanted, int(samples * limit_bytes / transient)))
 
 
 def _intercept(x0: int, y0: float, x1: int, y1: float) -> float:

@@ -1,0 +1,138 @@
+"""The user's step on the first real samples, before training starts: no trace of it remains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+
+from lightning_hetero.data import UnevenLoader
+from lightning_hetero.profiler.flops import FlopCounter
+from lightning_hetero.strategies import torch_adapter
+from lightning_hetero.strategies.instruments import Instruments
+from lightning_hetero.strategies.probe import StepMeasurement
+from lightning_hetero.strategies.untouched import same_random_states, seed_all, untouched
+
+
+class FirstBatch:
+    """Runs the user's step on real samples before training starts, without a trace.
+
+    Args:
+        module: the user's module, sharded.
+        loader: the training loader, from whose dataset the samples come; None where the batch is given.
+        rank: this rank; ranks take different samples.
+        to_device: the strategy's ``batch_to_device``.
+        context: the precision plugin's context for a training step, entered around forward.
+        instruments: time this rank, count its memory, emulate its device.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        loader: UnevenLoader | None,
+        rank: int,
+        *,
+        to_device: Callable[[Any], Any],
+        context: Callable[[], Any],
+        instruments: Instruments,
+    ) -> None:
+        self.module = module
+        self.loader = loader
+        self.rank = rank
+        self._to_device = to_device
+        self._context = context
+        self._instruments = instruments
+
+    def batch(self, samples: int) -> Any:
+        """Return a batch of this many samples on the device; from the dataset's start where it is short."""
+        assert self.loader is not None
+        dataset: Any = self.loader.dataset
+        length = len(self.loader.uneven.order)
+        start = self.rank * samples
+        indices = [(start + i) % length for i in range(samples)]
+        order = self.loader.uneven.order
+        if order.kind == "sampler":
+            indices = [order.indices(0)[i] for i in indices]
+        fetch = getattr(dataset, "__getitems__", None)
+        collate: Any = self.loader.loader.collate_fn
+        with same_random_states():  # a dataset may augment
+            items = fetch(indices) if callable(fetch) else [dataset[i] for i in indices]
+            return self._to_device(collate(items))
+
+    def measure_step(self, samples: int) -> StepMeasurement:
+        """Run forward and backward of so many samples; return busy seconds and peak bytes."""
+        with untouched(self.module):
+            batch = self.batch(samples)
+            self._instruments.take_peak_bytes()
+            self._instruments.timer.take_s()
+            with self._instruments.step(batch):
+                loss = self._step(batch)
+                if loss is not None and loss.requires_grad:
+                    # a share of zero leaves no gradient behind, and costs what a real one costs
+                    (loss * 0.0).backward()  # type: ignore[no-untyped-call]
+            busy_s = self._instruments.timer.take_s()
+        self._forget_gradients()
+        return StepMeasurement(busy_s, self._instruments.take_peak_bytes())
+
+    def count_flops(self) -> float:
+        """Return the FLOPs of forward and backward of one sample."""
+        with untouched(self.module):
+            batch = self.batch(1)
+            with self._instruments.step(batch), FlopCounter() as counter:
+                loss = self._step(batch)
+                if loss is not None and loss.requires_grad:
+                    (loss * 0.0).backward()  # type: ignore[no-untyped-call]
+        self._forget_gradients()
+        return float(counter.flops)
+
+    def loss_of(self, batch: Any, seed: int) -> Tensor | None:
+        """Return the loss of ``batch`` in eval mode, under the random state of ``seed``, without gradients."""
+        training = {module for module in self.module.modules() if module.training}
+        with untouched(self.module), torch.no_grad():
+            seed_all(seed)
+            for module in training:
+                module.training = False
+            try:
+                with self._instruments.step(batch):
+                    return self._step(batch)
+            finally:
+                for module in training:
+                    module.training = True
+
+    def batch_norms(self, batch: Any) -> list[str]:
+        """Return the BatchNorm layers that normalise over ``batch`` itself while the user's step runs on it.
+
+        A layer may be in training mode now and still be frozen by the step, so only running it tells.
+        """
+        names = torch_adapter.batch_norms(self.module)
+        found: set[nn.Module] = set()
+        if not names:
+            return []
+        hooks = [layer.register_forward_pre_hook(lambda m, _: found.add(m) if m.training else None) for layer in names]
+        try:
+            with untouched(self.module), torch.no_grad():
+                for layer in names:
+                    layer.training = True
+                with self._instruments.step(batch):
+                    self._step(batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return [name for layer, name in names.items() if layer in found]
+
+    def _step(self, batch: Any) -> Tensor | None:
+        step: Any = self.module.training_step
+        arguments = (batch, 0) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else (batch,)
+        with self._context():
+            output = step(*arguments)
+        if isinstance(output, dict):
+            output = output.get("loss")
+        return output if isinstance(output, Tensor) else None
+
+    def _forget_gradients(self) -> None:
+        for parameter in self.module.parameters():
+            parameter.grad = None

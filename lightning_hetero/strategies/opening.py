@@ -1,0 +1,104 @@
+"""What hetero_fsdp does at the start of a fit: check the loss, measure the ranks, plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lightning_hetero.data import KeptLoader, UnevenLoader
+from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.plan import ShardPlan
+from lightning_hetero.strategies import lightning_adapter, planning
+from lightning_hetero.strategies.first_batch import FirstBatch
+from lightning_hetero.strategies.loss_check import batch_norm_problem, check_mean_loss, combine_findings
+from lightning_hetero.strategies.probe import measure_rank
+
+if TYPE_CHECKING:
+    from lightning_hetero.strategies.fsdp import HeteroFSDPStrategy
+
+CHECK_SAMPLES = 8
+"""samples on which the loss is checked"""
+
+
+class Opening:
+    """Looks at the first samples of a fit with the user's own step.
+
+    Args:
+        strategy: whose ranks are measured; what is found is put into its ``plan`` and ``flops_per_sample``.
+        check_loss: "warn", "error" or "off".
+        count_flops: whether the summary will want the FLOPs of a sample.
+    """
+
+    def __init__(self, strategy: HeteroFSDPStrategy, check_loss: str, count_flops: bool) -> None:
+        self._strategy = strategy
+        self._check_loss = check_loss
+        self._count_flops = count_flops
+
+    def run(self, loader: UnevenLoader | KeptLoader | None) -> None:
+        """Check, measure and plan, as far as the loader allows (a collective)."""
+        trainer, strategy = self._module.trainer, self._strategy
+        if isinstance(loader, UnevenLoader):
+            strategy.instruments.count(strategy.optimizers)
+            loader.skip(trainer.current_epoch, lightning_adapter.batches_to_skip(trainer))
+            self._measure(loader)
+        elif isinstance(loader, KeptLoader) and self._check_loss != "off":
+            batch = loader.first_batch(trainer.current_epoch)
+            if min(strategy.gather_numbers(int(batch is not None))) and self._module.automatic_optimization:
+                self._check(self._first_batch(None), strategy.batch_to_device(batch))
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self._strategy.lightning_module is not None
+        return self._strategy.lightning_module
+
+    def _measure(self, loader: UnevenLoader) -> None:
+        strategy, global_batch_size = self._strategy, loader.uneven.global_batch_size
+        if not self._module.automatic_optimization:
+            rank_zero_info("hetero_fsdp: with manual optimization the loss is not checked and ranks are not measured")
+            strategy.plan = strategy.plan or strategy.declared_plan(global_batch_size)
+            return
+        first = self._first_batch(loader)
+        if self._check_loss != "off":
+            self._check(first, first.batch(CHECK_SAMPLES))
+        if self._count_flops:
+            strategy.flops_per_sample = first.count_flops()
+        if strategy.plan is None:
+            strategy.plan = self._measured_plan(first, global_batch_size)
+
+    def _first_batch(self, loader: UnevenLoader | None) -> FirstBatch:
+        strategy = self._strategy
+        return FirstBatch(
+            self._module,
+            loader,
+            strategy.global_rank,
+            to_device=strategy.batch_to_device,
+            context=strategy.precision_plugin.train_step_context,
+            instruments=strategy.instruments,
+        )
+
+    def _check(self, first: FirstBatch, batch: Any) -> None:
+        findings = [check_mean_loss(first.loss_of, batch, halves=True), batch_norm_problem(first.batch_norms(batch))]
+        for finding in (combine_findings(rank) for rank in zip(*self._strategy.gather_objects(findings), strict=True)):
+            if finding is None:
+                continue
+            if self._check_loss == "error":
+                raise UnsupportedError(f"{finding}. check_loss='warn' or 'off' trains all the same")
+            rank_zero_warn(f"hetero_fsdp: {finding}. check_loss='off' silences this")
+
+    def _measured_plan(self, first: FirstBatch, global_batch_size: int) -> ShardPlan:
+        strategy = self._strategy
+        assert strategy.cluster is not None
+        own = measure_rank(
+            first.measure_step,
+            max_samples=max(1, global_batch_size // strategy.world_size),
+            capacity_bytes=strategy.cluster.devices[strategy.global_rank].memory_bytes,
+            resident_bytes=planning.local_bytes(self._module.parameters()),
+        )
+        if own.base_bytes is not None:
+            own = replace(own, base_bytes=own.base_bytes + planning.state_to_come_bytes(strategy.optimizers))
+        costs = planning.pool_measurements(strategy.gather_objects(own), strategy.cluster.device_types())
+        plan: ShardPlan = strategy.broadcast(strategy.plan_from(global_batch_size, costs))
+        return plan
