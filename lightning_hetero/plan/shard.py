@@ -26,6 +26,10 @@ from lightning_hetero.records import (
 
 SCHEMA = 1
 
+MODES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+"""How a group holds the model: parameters gathered for forward and again for backward; gathered once and kept in
+between; whole on every rank."""
+
 _NEXT_STEP = 'give the path of a plan file, or plan="auto"'
 _REPLAN = 'make a new plan (plan="auto")'
 
@@ -45,6 +49,16 @@ class ShardPlan:
         predicted_step_s: predicted seconds of one optimizer step.
         predictions: one per rank, or none.
         reasons: why the plan is as it is, one sentence each.
+        modes: how each group holds the model, one of :data:`MODES`; empty where ``reshard_after_forward`` says it
+            for all groups. For one group the two must agree.
+        micro_batches: micro-batches that each group runs in a step; empty where it is one each. The ranks of a group
+            run them together, layer by layer; groups meet once a step.
+        micro_batch_sizes: samples of each rank's largest micro-batch; empty where they follow from the shares. A rank
+            splits its share as evenly as whole samples allow (:meth:`micro_batch_samples`), so there is one right
+            value: share / micro-batches of its group, rounded up.
+        activation_checkpointing: per rank, whether blocks keep only their input and compute their forward again in
+            backward; empty where no rank does.
+        lower_bound_s: seconds that no plan for the same devices, costs and batch can be below.
     """
 
     global_batch_size: int
@@ -56,10 +70,15 @@ class ShardPlan:
     predicted_step_s: float | None = None
     predictions: tuple[RankPrediction, ...] = ()
     reasons: tuple[str, ...] = ()
+    modes: tuple[str, ...] = ()
+    micro_batches: tuple[int, ...] = ()
+    micro_batch_sizes: tuple[int, ...] = ()
+    activation_checkpointing: tuple[bool, ...] = ()
+    lower_bound_s: float | None = None
 
     def __post_init__(self) -> None:
         # Lists would compare unequal to the tuples that load() gives.
-        for name in ("batch_shares", "device_types", "predictions", "reasons"):
+        for name in ("batch_shares", "device_types", "predictions", "reasons", *_DETAILS):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         object.__setattr__(self, "groups", tuple(tuple(group) for group in self.groups))
 
@@ -67,6 +86,54 @@ class ShardPlan:
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.batch_shares)
+
+    @property
+    def gap(self) -> float | None:
+        """By how much the predicted step exceeds the lower bound, as a share of it; ``None`` where one is missing."""
+        if self.predicted_step_s is None or not self.lower_bound_s:
+            return None
+        return self.predicted_step_s / self.lower_bound_s - 1
+
+    def mode_of(self, group: int) -> str:
+        """How the group with this index holds the model, one of :data:`MODES`."""
+        if self.modes:
+            return self.modes[group]
+        return "FULL_SHARD" if self.reshard_after_forward else "SHARD_GRAD_OP"
+
+    def micro_batches_of(self, group: int) -> int:
+        """How many micro-batches the group with this index runs in a step."""
+        return self.micro_batches[group] if self.micro_batches else 1
+
+    def group_of(self, rank: int) -> int:
+        """Index of the group that holds ``rank``.
+
+        Raises:
+            PlanError: if none does.
+        """
+        for index, group in enumerate(self.groups):
+            if rank in group:
+                return index
+        raise PlanError(f"rank {rank} is in no group: the plan has ranks 0 to {self.world_size - 1}")
+
+    def checkpoints(self, rank: int) -> bool:
+        """Whether the blocks of ``rank`` are computed again in backward."""
+        return bool(self.activation_checkpointing) and self.activation_checkpointing[rank]
+
+    def micro_batch_samples(self, rank: int, samples: int | None = None) -> tuple[int, ...]:
+        """Samples of each micro-batch of ``rank``, in the order in which its group runs them.
+
+        They differ by one at most, larger ones first, so that the large ones of a group's ranks run together.
+
+        Args:
+            rank: whose.
+            samples: what to split, as given by :meth:`samples` for a short batch; by default the rank's share.
+
+        Returns:
+            One number per micro-batch of the group; zeros where there are fewer samples than micro-batches.
+        """
+        count = self.micro_batches_of(self.group_of(rank))
+        total = self.batch_shares[rank] if samples is None else samples
+        return tuple(total // count + (index < total % count) for index in range(count))
 
     def samples(self, count: int) -> tuple[int, ...]:
         """Split a batch of ``count`` samples in proportion to the shares.
@@ -105,7 +172,7 @@ class ShardPlan:
         Raises:
             PlanError: listing every problem.
         """
-        problems = [*self._share_problems(), *self._group_problems(), *self._size_problems()]
+        problems = [*self._share_problems(), *self._group_problems(), *self._size_problems(), *self._detail_problems()]
         if cluster is not None:
             problems += self._cluster_problems(cluster)
         if model is not None and self.model is not None and model.parameters != self.model.parameters:
@@ -158,6 +225,62 @@ class ShardPlan:
             if size != self.world_size and not (name == "predictions" and size == 0)
         ]
 
+    def _detail_problems(self) -> list[str]:
+        per_group = {"modes": self.modes, "micro_batches": self.micro_batches}
+        per_rank = {
+            "micro_batch_sizes": self.micro_batch_sizes,
+            "activation_checkpointing": self.activation_checkpointing,
+        }
+        problems = [
+            f"{name} has {len(values)} entries, groups has {len(self.groups)}: give one per group, or leave it out"
+            for name, values in per_group.items()
+            if values and len(values) != len(self.groups)
+        ]
+        problems += [
+            f"{name} has {len(values)} entries, batch_shares has {self.world_size}: give one per rank, or leave it out"
+            for name, values in per_rank.items()
+            if values and len(values) != self.world_size
+        ]
+        problems += [
+            f"modes[{index}] is {mode!r}: give one of {', '.join(MODES)}"
+            for index, mode in enumerate(self.modes)
+            if mode not in MODES
+        ]
+        problems += [
+            f"micro_batches[{index}] is {count}: give 1 or more"
+            for index, count in enumerate(self.micro_batches)
+            if count < 1
+        ]
+        # What the other fields follow from must be right first.
+        return problems or [*self._mode_problems(), *self._micro_batch_problems()]
+
+    def _mode_problems(self) -> list[str]:
+        if len(self.groups) != 1 or not self.modes:
+            return []
+        resharded = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}.get(self.modes[0], self.reshard_after_forward)
+        if resharded == self.reshard_after_forward:
+            return []
+        return [
+            (
+                f"modes[0] is {self.modes[0]}, reshard_after_forward is {str(self.reshard_after_forward).lower()}: "
+                f"set it to {str(resharded).lower()}, or leave modes out"
+            )
+        ]
+
+    def _micro_batch_problems(self) -> list[str]:
+        problems = []
+        group_of = {rank: index for index, group in enumerate(self.groups) for rank in group}
+        for rank, (size, share) in enumerate(zip(self.micro_batch_sizes, self.batch_shares, strict=False)):
+            if rank in group_of:
+                count = self.micro_batches_of(group_of[rank])
+                if size != -(-share // count):
+                    problems.append(
+                        f"micro_batch_sizes[{rank}] is {size}: a share of {share} in {count} "
+                        f"micro-batch{'es' if count > 1 else ''} makes {-(-share // count)}; set it to that, or leave "
+                        "micro_batch_sizes out"
+                    )
+        return problems
+
     def _cluster_problems(self, cluster: Cluster) -> list[str]:
         if cluster.world_size != self.world_size:
             counts = f"{self.world_size} ranks, cluster {cluster.name!r} has {cluster.world_size}"
@@ -175,7 +298,12 @@ class ShardPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """What :meth:`save` writes, as plain data."""
-        return {"schema": SCHEMA, "kind": "shard"} | asdict(self)
+        data = {"schema": SCHEMA, "kind": "shard"} | asdict(self)
+        # What a plan does not say stays out of its file: files of plain plans are as short as they were.
+        for name in (*_DETAILS, "lower_bound_s"):
+            if data[name] in ((), None):
+                del data[name]
+        return data
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ShardPlan:
@@ -200,7 +328,16 @@ class ShardPlan:
 
 
 _REQUIRED = ("schema", "kind", "global_batch_size", "batch_shares", "groups", "device_types")
-_OPTIONAL = ("model", "reshard_after_forward", "predicted_step_s", "predictions", "reasons")
+_DETAILS = ("modes", "micro_batches", "micro_batch_sizes", "activation_checkpointing")
+_OPTIONAL = (
+    "model",
+    "reshard_after_forward",
+    "predicted_step_s",
+    "predictions",
+    "reasons",
+    *_DETAILS,
+    "lower_bound_s",
+)
 
 
 def _read_plan(record: Record, data: object) -> ShardPlan:
@@ -222,6 +359,11 @@ def _read_plan(record: Record, data: object) -> ShardPlan:
         predicted_step_s=record.take(top, "predicted_step_s", "", optional(number(0)), None),
         predictions=read_predictions(record, top.get("predictions") or []),
         reasons=record.take(top, "reasons", "", tuple_of(text), ()),
+        modes=record.take(top, "modes", "", tuple_of(text), ()),
+        micro_batches=record.take(top, "micro_batches", "", tuple_of(integer(1)), ()),
+        micro_batch_sizes=record.take(top, "micro_batch_sizes", "", tuple_of(integer(0)), ()),
+        activation_checkpointing=record.take(top, "activation_checkpointing", "", tuple_of(boolean), ()),
+        lower_bound_s=record.take(top, "lower_bound_s", "", optional(number(0)), None),
     )
 
 
