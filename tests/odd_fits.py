@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
-from torchmetrics import MeanMetric
+from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_hetero.strategies import HeteroFSDPStrategy
@@ -35,6 +35,24 @@ def points(samples: int, seed: int = 5) -> TensorDataset:
 def layers(*extra: nn.Module) -> nn.Sequential:
     """A small network; ``extra`` sits in its middle."""
     return nn.Sequential(nn.Linear(6, 8), *extra, nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+class Mean(Metric):
+    """A mean in 64 bits. torchmetrics' own sums each batch in 32 bits once ``Module.double()`` was called on it
+    (1.9.0: that resets what ``set_dtype`` set), so that its last digits depend on how samples are batched.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("total", "count"):
+            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, values: Tensor) -> None:
+        self.total += values.sum()
+        self.count += len(values)
+
+    def compute(self) -> Tensor:
+        return self.total / self.count
 
 
 class Plain(pl.LightningModule):
@@ -71,7 +89,7 @@ class Logging(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.accuracy = nn.ModuleDict({stage: MulticlassAccuracy(CLASSES, average="micro") for stage in STAGES})
-        self.mean = nn.ModuleDict({stage: MeanMetric() for stage in STAGES})
+        self.mean = nn.ModuleDict({stage: Mean() for stage in STAGES})
         self.outputs: list[int] = []
 
     def _log_all(self, stage: str, batch: tuple[Tensor, Tensor], **how: Any) -> None:

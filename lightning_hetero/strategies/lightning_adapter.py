@@ -6,6 +6,7 @@ Each piece says which private name it touches and why nothing public will do.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
@@ -97,7 +98,14 @@ class _WeightedMetric(_ResultMetric):
         self.cumulated_batch_size = self.cumulated_batch_size + weight
 
     def compute(self) -> Tensor:
-        if not (self.is_tensor and self._is_weighted_mean):
+        if not self.is_tensor:
+            with warnings.catch_warnings():
+                # a rank that had no sample yet has nothing to add to a metric; torchmetrics takes it for a mistake
+                warnings.filterwarnings(
+                    "ignore", message=".*was called before the ``update`` method", category=UserWarning
+                )
+                return super().compute()
+        if not self._is_weighted_mean:
             return super().compute()
         pair = torch.stack([self.value, self.cumulated_batch_size.to(self.value)])
         total = self.owner.sum_over_ranks(pair)
