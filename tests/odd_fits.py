@@ -103,6 +103,12 @@ class Logging(Plain):
         self.log(f"{stage}/mean_metric", self.mean[stage], on_step=False, on_epoch=True)
         self.log(f"{stage}/local", x[:, 0].mean(), on_step=False, on_epoch=True)
 
+    def on_train_batch_start(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("fit/before", batch[0][:, 3].mean(), on_step=True, on_epoch=True, sync_dist=True)
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val/before", batch[0][:, 3].mean(), sync_dist=True)
+
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         self._log_all("fit", batch, on_step=True, on_epoch=True)
         self.outputs.append(len(batch[0]))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -244,9 +246,15 @@ class Odd(Classifier):
             self.model.add_module("shift", _Shift())
         elif fault == "lazy":
             self.model = nn.Sequential(nn.Flatten(), nn.LazyLinear(3))
+        elif fault == "fetches batches":
+            self.training_step = types.MethodType(_fetching_step, self)
         elif fault == "meta":
             with torch.device("meta"):
                 self.table = _Table()
+
+
+def _fetching_step(self: Any, dataloader_iter: Any) -> Tensor:
+    raise AssertionError("not to be run")
 
 
 class _Shift(nn.Module):
@@ -280,7 +288,9 @@ def start(
     loader: Any = DataLoader(dataset(24, "32-true"), batch_size=batch_size)
     if loaders > 1:
         loader = {f"l{i}": DataLoader(dataset(24, "32-true"), batch_size=batch_size) for i in range(loaders)}
-    pl.Trainer(strategy=made, callbacks=callbacks, **options).fit(Odd(fault), loader)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="You are using the `dataloader_iter` step flavor")
+        pl.Trainer(strategy=made, callbacks=callbacks, **options).fit(Odd(fault), loader)
     return "trained"
 
 
@@ -306,6 +316,7 @@ def test_what_is_tested_here_trains_without_a_fault(ranks: WarmRanks) -> None:
         ("no parameters", ["Odd has no parameters", "configure_model"]),
         ("0-dim parameters", ["parameter scale", "parameter model.shift.by", "give it the shape [1]"]),
         ("lazy", ["model.1.weight", "model.1.bias", "uninitialised"]),
+        ("fetches batches", ["training_step(dataloader_iter)", "write training_step(batch, batch_idx)"]),
         ("meta", ["table", "_Table", "meta", "reset_parameters"]),
     ],
 )

@@ -205,3 +205,18 @@ def test_ranks_send_alike_whatever_python_does_with_ids(ranks: WarmRanks) -> Non
     """Which tensors were sent was remembered by ``id``, and freed tensors' ids are reused: ranks hung, now and then."""
     first, second = ranks.run(2, meta_again_and_again, 8, timeout=100)
     assert first == second
+
+
+def fit_twice(batches: tuple[int, int]) -> list[tuple[int | None, int]]:
+    torch.manual_seed(8)
+    trainer = trainer_for((1, 1), Recorder(), {"strategy": {"plan": "auto"}, "max_epochs": 1})
+    module, seen = Plain(), []
+    for batch in batches:
+        trainer.fit_loop.max_epochs = trainer.current_epoch + 1
+        trainer.fit(module, *loaders((1, 1), batch, 24))
+        seen.append((trainer.strategy.global_batch_size, trainer.strategy.plan.global_batch_size))
+    return seen
+
+
+def test_a_second_fit_takes_its_own_loaders_batch(ranks: WarmRanks) -> None:
+    assert ranks.run(2, fit_twice, (4, 12)) == [[(4, 4), (12, 12)]] * 2

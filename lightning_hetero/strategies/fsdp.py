@@ -34,6 +34,7 @@ from lightning_hetero.strategies.opening import Opening
 from lightning_hetero.strategies.overlap import OverlappedReduceScatter
 from lightning_hetero.strategies.sharding import (
     check_parameters,
+    check_steps,
     prefetch_blocks,
     register_steps,
     shard_module,
@@ -114,6 +115,7 @@ class HeteroFSDPStrategy(HeteroStrategy):
         self._loaders = Loaders(self, global_batch_size)
         self._checkpoints = Checkpoints(self, save_distributed_checkpoint, weights_only)
         self._sizes: tuple[int, ...] | None = None
+        self._full_steps = (False, False)  # whether the step before and the one at hand have a whole global batch
         self._batch: Any = None
         self._reduce_scatter: OverlappedReduceScatter | None = None
         self._costs = read_costs(costs)
@@ -139,6 +141,11 @@ class HeteroFSDPStrategy(HeteroStrategy):
         self.accelerator.setup(trainer)
         module = self.lightning_module
         check_parameters(module)
+        check_steps(module)
+        if trainer.state.fn == TrainerFn.FITTING and not self.plan_is_given:
+            # a fit after another one may have another loader, and other devices
+            self.plan = None
+            self._loaders.forget_global_batch()
         if self.cluster is None:
             self.cluster = self.broadcast(Cluster.discover())
         self._model_key = ModelKey(type(module).__name__, sum(p.numel() for p in module.parameters()))
@@ -258,11 +265,18 @@ class HeteroFSDPStrategy(HeteroStrategy):
         """Return this rank's samples in the current step; 0 where it takes part without any."""
         return 1 if self._sizes is None else self._sizes[self.global_rank]
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Note the sizes of this batch on all ranks."""
-        full = self._sizes is not None and sum(self._sizes) == self.global_batch_size
-        self._recorder.begin_step(self.instruments.timer.take_s(), comparable=full and batch_idx > 0)
+    def begin_batch(self, training: bool) -> None:
+        """Note the sizes of the batch that starts now on all ranks."""
+        if not training:
+            # they stay after the step: hooks at the batch's end log, too
+            self._sizes = self._loaders.next_eval_sizes()
+            return
         self._sizes = self._loaders.next_train_sizes()
+        self._full_steps = (self._full_steps[1], sum(self._sizes) == self.global_batch_size)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Note what the step before took."""
+        self._recorder.begin_step(self.instruments.timer.take_s(), comparable=self._full_steps[0] and batch_idx > 0)
         self._batch = batch
 
     @contextmanager
@@ -313,8 +327,6 @@ class HeteroFSDPStrategy(HeteroStrategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _eval_step(self, step: Any, *args: Any, **kwargs: Any) -> Any:
-        # they stay after the step: hooks at the batch's end log, too
-        self._sizes = self._loaders.next_eval_sizes()
         with self.instruments.step(args[0] if args else None), self._taking_part():
             output = step(*args, **kwargs)
         # what a rank without samples computed is a repetition of another one's
@@ -330,6 +342,7 @@ class HeteroFSDPStrategy(HeteroStrategy):
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step on this rank's samples; where it has none, the prediction is empty."""
+        self.begin_batch(training=False)  # predicting logs nothing, so Lightning notes no batch
         return self._eval_step(super().predict_step, *args, **kwargs)
 
     def on_validation_start(self) -> None:

@@ -49,6 +49,9 @@ class WeightedReduction(Protocol):
     def step_samples(self) -> int:
         """Return this rank's samples in the current step; 0 where it takes part without any."""
 
+    def begin_batch(self, training: bool) -> None:
+        """Note that the next batch starts, before any hook sees it."""
+
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Return the sum over all ranks of a vector (a collective)."""
 
@@ -129,8 +132,20 @@ class _WeightedResults(_ResultCollection):
     """A loop's results, holding :class:`_WeightedMetric` objects."""
 
     def __init__(self, training: bool, owner: WeightedReduction) -> None:
-        super().__init__(training)
+        self._batch: Any = None
         self.owner = owner
+        super().__init__(training)
+
+    @property
+    def batch(self) -> Any:
+        """The batch at hand. Lightning sets it before the first hook that may log, and a strategy's hook runs last."""
+        return self._batch
+
+    @batch.setter
+    def batch(self, batch: Any) -> None:
+        self._batch = batch
+        if batch is not None:
+            self.owner.begin_batch(self.training)
 
     def __setitem__(self, key: str, metric: _ResultMetric) -> None:
         super().__setitem__(key, _WeightedMetric(metric, self.owner))

@@ -85,6 +85,10 @@ class Loaders:
             )
         self.global_batch_size = plan.global_batch_size
 
+    def forget_global_batch(self) -> None:
+        """Go back to what the user gave: the next training loader may say another."""
+        self.global_batch_size = self._asked
+
     def restore_global_batch(self, saved: int) -> bool:
         """Take the global batch size of a checkpoint unless the user gave one; return whether it changed."""
         if self._asked is not None or self._strategy.plan_is_given:

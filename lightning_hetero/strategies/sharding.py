@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -40,6 +41,21 @@ def check_parameters(root: nn.Module) -> None:
         elif parameter.ndim == 0:
             problems.append(f"parameter {name} has no dimensions; FSDP2 shards dimension 0: give it the shape [1]")
     raise_all(UnsupportedError, "hetero_fsdp cannot shard this model", problems)
+
+
+def check_steps(module: nn.Module) -> None:
+    """Refuse steps that fetch their own batches: whose samples would they be?
+
+    Raises:
+        UnsupportedError: naming every step with a ``dataloader_iter`` argument.
+    """
+    problems = [
+        f"{name}(dataloader_iter) fetches batches by itself, so nothing is known of their sizes: "
+        f"write {name}(batch, batch_idx)"
+        for name in _STEP_METHODS
+        if is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True)
+    ]
+    raise_all(UnsupportedError, "hetero_fsdp cannot split these batches", problems)
 
 
 def shard_module(
