@@ -97,23 +97,44 @@ def discover(
 def _cluster(local: list[LocalDevice], within: Link | None, between: Link | None, cpu_ranks: Counter[str]) -> Cluster:
     devices = []
     for each in local:
-        preset = preset_for(each.name)
-        free_bytes = each.free_bytes
+        free = each.free_bytes
         if each.is_cpu:
             # The ranks looked at different moments; the least that any saw is shared by all of them alike.
-            free_bytes = min(other.free_bytes for other in local if other.node == each.node and other.is_cpu)
-            free_bytes //= cpu_ranks[each.node]
+            free = min(other.free_bytes for other in local if other.node == each.node and other.is_cpu)
+            free //= cpu_ranks[each.node]
         devices.append(
             Device(
-                type=preset.type if preset else each.name,
+                type=type_of(each.name),
                 node=each.node,
-                memory_bytes=max(free_bytes, 1),
+                memory_bytes=max(free, 1),
                 speed_flops_per_s=each.speed_flops_per_s,
                 name=each.name,
                 uuid=each.uuid,
             )
         )
     return Cluster("discovered", tuple(devices), within, between)
+
+
+def type_of(name: str) -> str:
+    """The type by which a device is planned: the preset's name where it is known, else what it calls itself."""
+    preset = preset_for(name)
+    return preset.type if preset else name
+
+
+def look_at(device: torch.device) -> LocalDevice:
+    """What a CUDA device or the processor is, without measuring its speed."""
+    return _look(device, None)
+
+
+def describe(device: torch.device) -> tuple[str, str]:
+    """Type and own name of a CUDA device or the processor."""
+    name = look_at(device).name
+    return type_of(name), name
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of a CUDA device or of the machine that this process may still use, in bytes."""
+    return look_at(device).free_bytes
 
 
 def _gather(look: Callable[[], T]) -> list[T]:
