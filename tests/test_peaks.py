@@ -75,13 +75,27 @@ def test_an_unknown_name_is_not_guessed(name):
         ("T4", "fp16", 65),
         ("MI250X", "bf16", 191.5),
         ("MI300X", "bf16", 1307.4),
+        # 228 compute units at 2.1 GHz, 2048 FLOP per clock each; fp64 256
+        ("MI300A", "bf16", 228 * 2.1e-3 * 2048),
+        ("MI300A", "fp64", 228 * 2.1e-3 * 256),
     ],
 )
 def test_dense_peaks(name, dtype, tflops):
-    assert peak_flops_per_s(name, dtype) == pytest.approx(tflops * 1e12)
+    assert peak_flops_per_s(name, dtype) == pytest.approx(tflops * 1e12, rel=1e-4)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("V100-16GB", "bf16"), ("T4", "tf32"), ("A100-80GB", "fp8")])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("V100-16GB", "bf16"),
+        ("T4", "tf32"),
+        ("A100-80GB", "fp8"),
+        # whose figures could not be checked: no MFU rather than a wrong one, and not that of the SXM module
+        ("H100-NVL", "bf16"),
+        ("NVIDIA H200 NVL", "bf16"),
+        ("A5000", "fp16"),
+    ],
+)
 def test_what_a_device_lacks_is_absent(name, dtype):
     assert peak_flops_per_s(name, dtype) is None
 

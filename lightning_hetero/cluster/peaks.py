@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 _SHEET = "NVIDIA {} data sheet"
+_UNCHECKED = ": memory; its peaks could not be checked against a second source and are left out"
 _SPARSE = "NVIDIA {} data sheet; tensor figures are printed with sparsity, halved here"
 
 
@@ -51,7 +52,6 @@ def _preset(kind: str, memory_gb: float, tflops: Mapping[str, float], source: st
 
 # One row per device: type, memory in GB, dense TFLOP/s by dtype, source, names.
 _HOPPER_SXM = {"fp64": 67, "fp32": 67, "tf32": 494.7, "fp16": 989.4, "bf16": 989.4, "fp8": 1978.9}
-_HOPPER_NVL = {"fp64": 60, "fp32": 60, "tf32": 417.5, "fp16": 835.5, "bf16": 835.5, "fp8": 1670.5}
 _H100 = "NVIDIA H100 Tensor Core GPU Architecture white paper, dense figures"
 _A100 = {"fp64": 19.5, "fp32": 19.5, "tf32": 156, "fp16": 312, "bf16": 312}
 _GA102 = "NVIDIA Ampere GA102 GPU Architecture white paper, appendix, dense figures"
@@ -81,12 +81,13 @@ _ROWS = (
         "RTX-5090",
         32,
         {"fp32": 104.8, "tf32": 104.8, "fp16": 209.5, "bf16": 209.5, "fp8": 419},
-        "NVIDIA RTX Blackwell GPU Architecture white paper, appendix, dense figures",
+        # Reviews print 838 for fp16: with sparsity and fp16 accumulation, so four times this one.
+        "NVIDIA RTX Blackwell GPU Architecture white paper, appendix, dense figures with fp32 accumulation",
         "NVIDIA GeForce RTX 5090",
     ),
     # Hopper
     _preset("H200", 141, _HOPPER_SXM, _SPARSE.format("H200"), "NVIDIA H200", "H200-SXM", "H200-141GB"),
-    _preset("H200-NVL", 141, _HOPPER_NVL, _SPARSE.format("H200"), "NVIDIA H200 NVL"),
+    _preset("H200-NVL", 141, {}, _SHEET.format("H200") + _UNCHECKED, "NVIDIA H200 NVL"),
     _preset(
         "H100-SXM",
         80,
@@ -105,7 +106,8 @@ _ROWS = (
         "NVIDIA H100 PCIe",
         "H100-PCIe-80GB",
     ),
-    _preset("H100-NVL", 94, _HOPPER_NVL, _SPARSE.format("H100"), "NVIDIA H100 NVL"),
+    # Revisions of the data sheet differ: per GPU the figures of the SXM module, or about 0.85 of them.
+    _preset("H100-NVL", 94, {}, _SHEET.format("H100") + _UNCHECKED, "NVIDIA H100 NVL"),
     _preset(
         "GH200-96GB",
         96,
@@ -211,8 +213,8 @@ _ROWS = (
     _preset(
         "A5000",
         24,
-        {"fp32": 27.8, "tf32": 55.6, "fp16": 111.1, "bf16": 111.1},
-        "NVIDIA RTX A5000 data sheet; tensor figure (222.2) with sparsity, halved; tf32 half of fp16",
+        {},
+        _SHEET.format("RTX A5000") + _UNCHECKED,
         "NVIDIA RTX A5000",
     ),
     _preset(
@@ -235,6 +237,7 @@ _ROWS = (
         "Titan-RTX",
         24,
         {"fp32": 16.3, "fp16": 130.5},
+        # tomshardware.com/news/nvidia-titan-rtx-specs-pricing,38184.html gives 16.3 and 130
         "NVIDIA Titan RTX product page (130 tensor TFLOPS); as Quadro RTX 6000, the same chip, in " + _TURING,
         "NVIDIA TITAN RTX",
     ),
@@ -242,7 +245,7 @@ _ROWS = (
         "Quadro-RTX-8000",
         48,
         {"fp32": 16.3, "fp16": 130.5},
-        "NVIDIA Quadro RTX 8000 data sheet",
+        "NVIDIA Quadro RTX 8000 data sheet: 130.5 tensor TFLOPS, with fp16 or fp32 accumulation",
         "Quadro RTX 8000",
     ),
     _preset("RTX-2080-Ti", 11, {"fp32": 13.4, "fp16": 53.8}, _TURING, "NVIDIA GeForce RTX 2080 Ti", "RTX-2080Ti"),
@@ -343,6 +346,8 @@ _ROWS = (
         "MI300A",
         128,
         {"fp64": 122.6, "fp32": 122.6, "tf32": 490.3, "fp16": 980.6, "bf16": 980.6, "fp8": 1961.2},
+        # 228 CUs x 2.1 GHz x (256, 256, 1024, 2048, 2048, 4096) FLOP per clock and CU, the rates of
+        # rocm.docs.amd.com, "AMD Instinct MI300 series microarchitecture"
         _CDNA3.format("MI300A"),
         "AMD Instinct MI300A",
     ),
@@ -350,6 +355,7 @@ _ROWS = (
         "MI325X",
         256,
         {"fp64": 163.4, "fp32": 163.4, "tf32": 653.7, "fp16": 1307.4, "bf16": 1307.4, "fp8": 2614.9},
+        # awesomeagents.ai/hardware/amd-mi325x repeats all of them; the same 304 CUs and clock as the MI300X
         _CDNA3.format("MI325X"),
         "AMD Instinct MI325X",
     ),
