@@ -17,6 +17,7 @@ from lightning_hetero.profiler.devices import describe, free_bytes
 from lightning_hetero.profiler.meta import fused_attention, materialise
 from lightning_hetero.profiler.rehearsal import Rehearsal
 from lightning_hetero.profiler.speed import MATMUL_DTYPES
+from lightning_hetero.profiler.structure import settings
 from lightning_hetero.units import format_bytes
 
 MICRO_BATCHES = (1, 2, 4)
@@ -27,9 +28,6 @@ REPEATS = 5
 
 Progress = Callable[[int, int, str], None]
 """``progress(done, total, what)``: so many measurements of so many are done, ``what`` comes next"""
-
-# Attributes that tell a block's place and not what it does.
-_PLACES = ("idx", "index", "layer_id", "layer_number")
 
 
 def profile_units(
@@ -224,11 +222,4 @@ def _signature(module: nn.Module, call: UnitCall) -> object:
         for source in (module.named_parameters(), module.named_buffers())
         for name, tensor in source
     )
-    settings = tuple(
-        (name, original_class(inner), key, value)
-        for name, inner in module.named_modules()
-        for key, value in sorted(vars(inner).items())
-        if isinstance(value, (int, float, str)) and not key.startswith("_") and key not in _PLACES
-        if not any(key.endswith(f"_{place}") for place in _PLACES)
-    )
-    return original_class(module), tensors, settings, repr(module), repr(call)
+    return original_class(module), tensors, tuple(settings(module)), repr(module), repr(call)
