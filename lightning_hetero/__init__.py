@@ -13,7 +13,7 @@ from __future__ import annotations
 from lightning_hetero.cluster import Cluster, Device, Link
 from lightning_hetero.costs import ModelCosts
 from lightning_hetero.errors import HeteroError
-from lightning_hetero.plan import ShardPlan
+from lightning_hetero.plan import PipelinePlan, ShardPlan
 
 __version__ = "0.1.0"
 
@@ -23,6 +23,7 @@ __all__ = [
     "HeteroError",
     "Link",
     "ModelCosts",
+    "PipelinePlan",
     "ShardPlan",
     "__version__",
 ]

@@ -1,0 +1,380 @@
+"""Pipeline plans: which ranks run which units, in which order, with how many micro-batches."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_hetero.cluster import Cluster
+from lightning_hetero.errors import PlanError, raise_all
+from lightning_hetero.plan.common import ModelKey, RankPrediction, read_model, read_predictions
+from lightning_hetero.records import (
+    Record,
+    boolean,
+    integer,
+    number,
+    optional,
+    read_json,
+    shown,
+    text,
+    tuple_of,
+    write_json,
+)
+from lightning_hetero.schedule import SCHEDULES, Schedule, build_schedule, interleaving_problems, warmup_problems
+
+SCHEMA = 1
+
+_NEXT_STEP = 'give the path of a plan file, or plan="auto"'
+_REPLAN = 'make a new plan (plan="auto")'
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A contiguous run of units on one rank of a pipeline.
+
+    Args:
+        units: first unit and the one after the last, as indices: ``(0, 5)`` are units 0 to 4.
+        warmup: forwards before the first backward; under 1F1B it is also how many micro-batches are in flight at
+            most. Of no effect with other schedules.
+        activation_checkpointing: whether its units keep only their inputs and run their forward again in backward.
+    """
+
+    units: tuple[int, int]
+    warmup: int = 1
+    activation_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "units", tuple(self.units))
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Ranks that hold one copy of the model between them.
+
+    Args:
+        ranks: in the order of their (first) stage.
+        stages: in order; stage s is on ``ranks[s % len(ranks)]``. More than one per rank is for interleaved_1f1b.
+        micro_batches: that it runs in a step.
+    """
+
+    ranks: tuple[int, ...]
+    stages: tuple[Stage, ...]
+    micro_batches: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", tuple(self.ranks))
+        object.__setattr__(self, "stages", tuple(self.stages))
+
+    @property
+    def stages_per_rank(self) -> int:
+        """How many stages each rank has."""
+        return len(self.stages) // len(self.ranks)
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that runs a stage."""
+        return self.ranks[stage % len(self.ranks)]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank, in order; none for a rank of another pipeline."""
+        return tuple(stage for stage in range(len(self.stages)) if self.rank_of(stage) == rank)
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """Which ranks run which units, in which order, with how many micro-batches.
+
+    Args:
+        global_batch_size: samples per optimizer step over all ranks.
+        micro_batch_size: samples of a micro-batch; the last one of the last pipeline may be smaller.
+        pipelines: each with its own ranks, cut and number of micro-batches. A rank in none of them stays idle.
+        device_types: type of device per rank that the plan was made for.
+        unit_names: names of the model's units, in order.
+        schedule: one of :data:`lightning_hetero.schedule.SCHEDULES`.
+        model: the model that the plan was made for; ``None`` if it fits any with these units.
+        predicted_step_s: predicted seconds of one optimizer step.
+        lower_bound_s: seconds that no plan for the same devices, costs and batch can be below.
+        predictions: one per rank, or none.
+        reasons: why the plan is as it is, one sentence each.
+    """
+
+    global_batch_size: int
+    micro_batch_size: int
+    pipelines: tuple[Pipeline, ...]
+    device_types: tuple[str, ...]
+    unit_names: tuple[str, ...]
+    schedule: str = "1f1b"
+    model: ModelKey | None = None
+    predicted_step_s: float | None = None
+    lower_bound_s: float | None = None
+    predictions: tuple[RankPrediction, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        # Lists would compare unequal to the tuples that load() gives.
+        for name in ("pipelines", "device_types", "unit_names", "predictions", "reasons"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.device_types)
+
+    @property
+    def idle_ranks(self) -> tuple[int, ...]:
+        """Ranks that no pipeline uses."""
+        used = {rank for pipeline in self.pipelines for rank in pipeline.ranks}
+        return tuple(rank for rank in range(self.world_size) if rank not in used)
+
+    @property
+    def gap(self) -> float | None:
+        """By how much the predicted step exceeds the lower bound, as a share of it; ``None`` where one is missing."""
+        if self.predicted_step_s is None or not self.lower_bound_s:
+            return None
+        return self.predicted_step_s / self.lower_bound_s - 1
+
+    def schedule_of(self, pipeline: int) -> Schedule:
+        """What each rank of a pipeline does, in order.
+
+        Args:
+            pipeline: its index.
+        """
+        own = self.pipelines[pipeline]
+        return build_schedule(
+            self.schedule,
+            len(own.ranks),
+            own.micro_batches,
+            warmup=[stage.warmup for stage in own.stages] if self.schedule == "1f1b" else None,
+            stages_per_rank=own.stages_per_rank,
+        )
+
+    def owners(self, unit: int) -> tuple[int, ...]:
+        """The rank of each pipeline that runs a unit, given by its index: who reduces its gradients."""
+        return tuple(
+            pipeline.rank_of(index)
+            for pipeline in self.pipelines
+            for index, stage in enumerate(pipeline.stages)
+            if stage.units[0] <= unit < stage.units[1]
+        )
+
+    def validate(
+        self,
+        cluster: Cluster | None = None,
+        model: ModelKey | None = None,
+        unit_names: Sequence[str] | None = None,
+    ) -> None:
+        """Check the plan in itself and, where given, against the cluster and the model it is to run on.
+
+        Args:
+            cluster: that it is to run on.
+            model: that it is to run.
+            unit_names: of the model's units, in order.
+
+        Raises:
+            PlanError: listing every problem.
+        """
+        problems = [*self._batch_problems(), *self._rank_problems()]
+        for index, pipeline in enumerate(self.pipelines):
+            place = f"pipelines[{index}]"
+            problems += _stage_problems(pipeline, place, len(self.unit_names))
+            problems += _schedule_problems(pipeline, place, self.schedule)
+        if len(self.predictions) not in (0, self.world_size):
+            problems.append(
+                f"predictions has {len(self.predictions)} entries, device_types has {self.world_size}: "
+                "give one per rank, or none"
+            )
+        problems += [] if cluster is None else self._cluster_problems(cluster)
+        problems += self._model_problems(model, unit_names)
+        raise_all(PlanError, "the plan is not valid", problems)
+
+    def _batch_problems(self) -> Iterator[str]:
+        batch, size = self.global_batch_size, self.micro_batch_size
+        for name, value in (("global_batch_size", batch), ("micro_batch_size", size)):
+            if value < 1:
+                yield f"{name} is {value}: give at least 1 sample"
+        if not self.pipelines:
+            yield "pipelines is empty: give at least one"
+            return
+        if min(batch, size) < 1:
+            return
+        count, wanted = sum(pipeline.micro_batches for pipeline in self.pipelines), -(-batch // size)
+        if count != wanted:
+            yield (
+                f"the pipelines run {count} micro-batches of {size} samples, a global batch of {batch} makes {wanted}: "
+                "change micro_batches, micro_batch_size or global_batch_size"
+            )
+
+    def _rank_problems(self) -> Iterator[str]:
+        for index, pipeline in enumerate(self.pipelines):
+            if not pipeline.ranks:
+                yield f"pipelines[{index}].ranks is empty: give at least one rank, or remove the pipeline"
+        used = Counter(rank for pipeline in self.pipelines for rank in pipeline.ranks)
+        for rank, count in sorted(used.items()):
+            if count > 1:
+                yield f"rank {rank} is used {count} times: a rank belongs to one pipeline, once"
+            if not 0 <= rank < self.world_size:
+                yield f"rank {rank} is used, device_types has ranks 0 to {self.world_size - 1}: give one of those"
+        if self.schedule not in SCHEDULES:
+            yield f"schedule is {self.schedule!r}: give one of {', '.join(SCHEDULES)}"
+
+    def _cluster_problems(self, cluster: Cluster) -> list[str]:
+        if cluster.world_size != self.world_size:
+            counts = f"{self.world_size} ranks, cluster {cluster.name!r} has {cluster.world_size}"
+            return [f"the plan is for {counts}: {_REPLAN}, or start {self.world_size} ranks"]
+        return [
+            f"device_types[{rank}] is {planned!r}, rank {rank} of cluster {cluster.name!r} is {found!r}: "
+            f"{_REPLAN}, or start the ranks in the order of the plan"
+            for rank, (planned, found) in enumerate(zip(self.device_types, cluster.device_types(), strict=False))
+            if planned != found
+        ]
+
+    def _model_problems(self, model: ModelKey | None, unit_names: Sequence[str] | None) -> Iterator[str]:
+        if model is not None and self.model is not None and model.parameters != self.model.parameters:
+            yield (
+                f"model: the plan was made for {self.model.name} with {self.model.parameters} parameters, "
+                f"this is {model.name} with {model.parameters}: {_REPLAN} for this model"
+            )
+        if unit_names is None or tuple(unit_names) == self.unit_names:
+            return
+        if len(unit_names) != len(self.unit_names):
+            yield f"unit_names has {len(self.unit_names)} units, the model has {len(unit_names)}: {_REPLAN}"
+        else:
+            pairs = enumerate(zip(self.unit_names, unit_names, strict=True))
+            index, (planned, found) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+            yield f"unit_names[{index}] is {planned!r}, unit {index} of the model is {found!r}: {_REPLAN}"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write JSON, whole or not at all; :meth:`load` gives an equal plan back."""
+        write_json(Path(path), self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        """What :meth:`save` writes, as plain data."""
+        return {"schema": SCHEMA, "kind": "pipeline"} | asdict(self)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> PipelinePlan:
+        """Read what :meth:`save` wrote, possibly edited by hand, and check the plan in itself.
+
+        Raises:
+            PlanError: listing every problem with its place, value and next step.
+        """
+        return cls.from_dict(read_json(Path(path), "plan file", PlanError, _NEXT_STEP), f"plan file {path}")
+
+    @classmethod
+    def from_dict(cls, data: object, source: str = "plan") -> PipelinePlan:
+        """Build a plan from what a plan file holds; ``source`` names it in the error."""
+        record = Record(source, PlanError)
+        plan = _read_plan(record, data)
+        record.finish()
+        try:
+            plan.validate()
+        except PlanError as error:
+            raise PlanError(f"{source}: {error}") from None
+        return plan
+
+
+def _stage_problems(pipeline: Pipeline, place: str, units: int) -> Iterator[str]:
+    """Gaps, overlaps, empty stages, and more stages than there are units or ranks."""
+    stages = pipeline.stages
+    if not stages:
+        yield f"{place}.stages is empty: give one per rank"
+        return
+    if pipeline.ranks and len(stages) % len(pipeline.ranks):
+        yield f"{place} has {len(stages)} stages on {len(pipeline.ranks)} ranks: give every rank as many"
+    if len(stages) > units:
+        yield f"{place} has {len(stages)} stages, the model has {units} units: use at most {units} stages"
+    expected = 0
+    for index, stage in enumerate(stages):
+        start, stop = stage.units
+        where = f"{place}.stages[{index}].units"
+        if start >= stop:
+            yield f"{where} is [{start}, {stop}], which holds no unit: give it at least one"
+        if start > expected:
+            yield f"{where} begins with unit {start}: {_units(expected, start)} before it belong to no stage"
+        elif start < expected:
+            yield f"{where} begins with unit {start}: {_units(start, min(stop, expected))} belong to a stage before it"
+        expected = max(expected, stop)
+    if expected < units:
+        yield f"{place}.stages end before unit {expected}: {_units(expected, units)} belong to no stage"
+    elif expected > units:
+        yield f"{place}.stages go on to unit {expected - 1}, the model's last one is {units - 1}"
+
+
+def _units(start: int, stop: int) -> str:
+    return f"unit {start}" if stop - start == 1 else f"units {start} to {stop - 1}"
+
+
+def _schedule_problems(pipeline: Pipeline, place: str, schedule: str) -> Iterator[str]:
+    """What the schedule does not allow."""
+    count, ranks, stages = pipeline.micro_batches, len(pipeline.ranks), pipeline.stages
+    if count < 1:
+        yield f"{place}.micro_batches is {count}: give at least 1, or remove the pipeline"
+        return
+    if ranks and len(stages) > ranks and schedule != "interleaved_1f1b":
+        yield f"{place} has {len(stages)} stages on {ranks} ranks: only interleaved_1f1b takes more than one each"
+    if schedule == "interleaved_1f1b" and ranks:
+        yield from (f"{place}: {problem}" for problem in interleaving_problems(ranks, count))
+    if schedule == "1f1b":
+        depths = [stage.warmup for stage in stages]
+        yield from (f"{place}: {problem}" for problem in warmup_problems(depths, len(stages), count))
+    if schedule == "zero_bubble":
+        yield from (
+            f"{place}.stages[{index}] has activation_checkpointing, which zero_bubble's halves of a backward cannot "
+            "both run a forward for: turn it off, or use another schedule"
+            for index, stage in enumerate(stages)
+            if stage.activation_checkpointing
+        )
+
+
+_REQUIRED = ("schema", "kind", "global_batch_size", "micro_batch_size", "pipelines", "device_types", "unit_names")
+_OPTIONAL = ("schedule", "model", "predicted_step_s", "lower_bound_s", "predictions", "reasons")
+
+
+def _read_plan(record: Record, data: object) -> PipelinePlan:
+    top = record.mapping(data, "", _REQUIRED, _OPTIONAL) or {}
+    if "schema" in top and top["schema"] != SCHEMA:
+        record.note("schema", f"is {shown(top['schema'])}: this version reads schema {SCHEMA}; {_REPLAN}")
+    if "kind" in top and top["kind"] != "pipeline":
+        record.note(
+            "kind", f"is {shown(top['kind'])}: a pipeline plan has kind 'pipeline'; give a plan made for hetero_pipe"
+        )
+    pipelines = record.items(top["pipelines"], "pipelines", "pipeline") if "pipelines" in top else []
+    return PipelinePlan(
+        global_batch_size=record.take(top, "global_batch_size", "", integer(1), 1),
+        micro_batch_size=record.take(top, "micro_batch_size", "", integer(1), 1),
+        pipelines=tuple(_read_pipeline(record, item, place) for place, item in pipelines),
+        device_types=record.take(top, "device_types", "", tuple_of(text), ()),
+        unit_names=record.take(top, "unit_names", "", tuple_of(text), ()),
+        schedule=record.take(top, "schedule", "", text, "1f1b"),
+        model=read_model(record, top.get("model")),
+        predicted_step_s=record.take(top, "predicted_step_s", "", optional(number(0)), None),
+        lower_bound_s=record.take(top, "lower_bound_s", "", optional(number(0)), None),
+        predictions=read_predictions(record, top.get("predictions") or []),
+        reasons=record.take(top, "reasons", "", tuple_of(text), ()),
+    )
+
+
+def _read_pipeline(record: Record, value: object, place: str) -> Pipeline:
+    data = record.mapping(value, place, ["ranks", "stages", "micro_batches"]) or {}
+    stages = record.items(data["stages"], f"{place}.stages", "stage") if "stages" in data else []
+    return Pipeline(
+        ranks=record.take(data, "ranks", place, tuple_of(integer(0)), ()),
+        stages=tuple(_read_stage(record, item, where) for where, item in stages),
+        micro_batches=record.take(data, "micro_batches", place, integer(1), 1),
+    )
+
+
+def _read_stage(record: Record, value: object, place: str) -> Stage:
+    data = record.mapping(value, place, ["units"], ["warmup", "activation_checkpointing"]) or {}
+    units: tuple[int, ...] = record.take(data, "units", place, tuple_of(integer(0)), (0, 0))
+    if len(units) != 2:
+        record.note(f"{place}.units", f"is {list(units)}: give the first unit and the one after the last, as [0, 5]")
+        units = (0, 0)
+    return Stage(
+        units=(units[0], units[1]),
+        warmup=record.take(data, "warmup", place, integer(1), 1),
+        activation_checkpointing=record.take(data, "activation_checkpointing", place, boolean, False),
+    )
