@@ -1,0 +1,62 @@
+"""The command line: ``lightning-hetero discover | profile``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from lightning_hetero.cli import discover, profile
+from lightning_hetero.errors import HeteroError
+
+DESCRIPTION = """\
+Plan the training of one model on unequal devices.
+
+  discover   what devices there are: type, free memory, speed, links          -> cluster.yaml
+  profile    what every unit of a model costs: FLOPs, bytes, seconds          -> costs.json
+
+Every file is meant to be read, and may be edited by hand. The strategies hetero_fsdp and hetero_pipe do all of this by
+themselves when they are given none of them."""
+
+EPILOG = """\
+Each command has its own manual: lightning-hetero profile --help. Exit status: 0 done; 2 wrong arguments, a wrong file,
+or no plan that fits, with the reasons on standard error; 130 interrupted."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    made = argparse.ArgumentParser(
+        "lightning-hetero",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = made.add_subparsers(metavar="command", required=True)
+    for command in (discover, profile):
+        command.add_to(commands)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status.
+
+    Args:
+        arguments: without the program's name; by default those of the process.
+    """
+    options = parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except HeteroError as error:
+        print(f"lightning-hetero: {error}", file=sys.stderr)
+    except BrokenPipeError:
+        # whoever read our output has seen enough; the interpreter must not complain at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        print(f"lightning-hetero: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("lightning-hetero: interrupted", file=sys.stderr)
+        return 130
+    return 2
