@@ -1,0 +1,236 @@
+"""Plan pipelines: which devices form them, cut, micro-batches and schedule; the fastest predicted that fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_hetero.cluster import Cluster
+from lightning_hetero.costs import ModelCosts
+from lightning_hetero.errors import HeteroError, raise_all
+from lightning_hetero.plan import ModelKey, Pipeline, PipelinePlan, RankPrediction, Stage
+from lightning_hetero.planner.design_search import Found, Space, even_designs, search_designs
+from lightning_hetero.planner.pipeline_bound import lower_bound_s
+from lightning_hetero.planner.pipeline_design import Design, Outcome, Policy, Problem
+from lightning_hetero.planner.pipeline_explain import Binding, Candidate, binding_of, candidates_of, reasons_of
+from lightning_hetero.planner.pipeline_infeasible import refuse
+from lightning_hetero.planner.seconds import unit_timings
+from lightning_hetero.planner.training import Training
+from lightning_hetero.schedule import SCHEDULES
+
+# Warm-up depths of 1F1B that are tried: further micro-batches per following stage.
+_EXTRAS = (0, 1, 2)
+# Micro-batch sizes that are looked at; above, only some that are spread evenly on a logarithmic scale.
+_MOST_SIZES = 12
+
+
+@dataclass(frozen=True)
+class PipelineSearch:
+    """A plan and what led to it.
+
+    Args:
+        plan: the fastest predicted that fits.
+        candidates: what was tried, the fastest first, with predicted seconds or the reason of rejection.
+        binding: what limits the plan now, and what a change of it would bring.
+        even_step_s: predicted seconds of the even plan (one pipeline over all devices in order, equally many units
+            each, with its best micro-batch size and schedule); ``None`` where it does not fit, or there are more
+            devices than units.
+    """
+
+    plan: PipelinePlan
+    candidates: tuple[Candidate, ...]
+    binding: Binding
+    even_step_s: float | None
+
+    @property
+    def advice(self) -> str:
+        """Which one change would help most."""
+        return self.binding.advice
+
+
+def plan_pipeline(
+    cluster: Cluster,
+    costs: ModelCosts,
+    training: Training,
+    *,
+    micro_batch_size: int | None = None,
+    schedules: Sequence[str] = ("1f1b", "gpipe"),
+    stages_per_rank: int = 2,
+    pipelines: int | None = None,
+    activation_checkpointing: bool = True,
+    capacity_bytes: Sequence[int] | None = None,
+    model: ModelKey | None = None,
+) -> PipelinePlan:
+    """The pipeline plan with the least predicted step time that fits the memory of every rank.
+
+    Args:
+        cluster: devices and links. A link that is not given costs nothing.
+        costs: of the model; seconds are measured ones, or FLOPs over device speed.
+        training: global batch, precision, optimizer.
+        micro_batch_size: samples of a micro-batch; by default the best one.
+        schedules: that the plan may have. "zero_bubble" is tried only when it is named, since halves of a backward
+            are not measured but taken as equal; so is "interleaved_1f1b".
+        stages_per_rank: for interleaved_1f1b.
+        pipelines: number of pipelines; by default the best one.
+        activation_checkpointing: whether stages that do not fit otherwise may run their forward again in backward.
+        capacity_bytes: per rank, bytes that it may use; by default the memory of its device.
+        model: what the plan is for; by default name and parameters of the costs.
+
+    Returns:
+        The plan, with predictions per rank, a lower bound and its reasons.
+
+    Raises:
+        InfeasibleError: if nothing fits: how many bytes are missing on which ranks, and the nearest changes that do
+            fit, found by planning them.
+        HeteroError: if an argument is malformed, or seconds are not known, listing every problem.
+    """
+    return search_pipeline(
+        cluster,
+        costs,
+        training,
+        micro_batch_size=micro_batch_size,
+        schedules=schedules,
+        stages_per_rank=stages_per_rank,
+        pipelines=pipelines,
+        activation_checkpointing=activation_checkpointing,
+        capacity_bytes=capacity_bytes,
+        model=model,
+    ).plan
+
+
+def search_pipeline(
+    cluster: Cluster,
+    costs: ModelCosts,
+    training: Training,
+    *,
+    micro_batch_size: int | None = None,
+    schedules: Sequence[str] = ("1f1b", "gpipe"),
+    stages_per_rank: int = 2,
+    pipelines: int | None = None,
+    activation_checkpointing: bool = True,
+    capacity_bytes: Sequence[int] | None = None,
+    model: ModelKey | None = None,
+) -> PipelineSearch:
+    """:func:`plan_pipeline` with what was tried and rejected and why, what binds, and what would help most.
+
+    Notes:
+        For up to 5 devices every set of pipelines and every order is looked at; for more, devices are dealt out by
+        type. A closed form (the way of one micro-batch, and the slowest stage for each further one) ranks designs,
+        with cuts that are exact for it under the memory of each stage; the best are simulated, and the search goes
+        on from the best few to better neighbours.
+    """
+    _check(training, micro_batch_size, schedules, pipelines, capacity_bytes, cluster)
+    problem = Problem(cluster, costs, training, unit_timings(costs, cluster), capacity_bytes)
+    sizes = micro_batch_sizes(training.global_batch_size) if micro_batch_size is None else (micro_batch_size,)
+    space = Space(sizes, policies_of(schedules, stages_per_rank, activation_checkpointing), pipelines)
+    found = search_designs(problem, space)
+    if found.best is None:
+        refuse(problem, space, found)
+    bound_s = lower_bound_s(problem, sizes)
+    even = [problem.evaluate(design).step_s for design in even_designs(problem, space)]
+    even_s = min((seconds for seconds in even if math.isfinite(seconds)), default=None)
+    binding = binding_of(problem, found)
+    plan = _plan(problem, found, bound_s, model, reasons_of(problem, found, binding, bound_s, even_s))
+    return PipelineSearch(plan, candidates_of(problem, found), binding, even_s)
+
+
+def micro_batch_sizes(global_batch_size: int) -> tuple[int, ...]:
+    """Micro-batch sizes worth a look: for each number of micro-batches the smallest size that makes so many.
+
+    Where that leaves more than a dozen, some that are spread evenly on a logarithmic scale, divisors of the batch
+    before others.
+    """
+    sizes = sorted({-(-global_batch_size // count) for count in range(1, global_batch_size + 1)})
+    if len(sizes) <= _MOST_SIZES:
+        return tuple(sizes)
+    chosen = set()
+    for step in range(_MOST_SIZES):
+        wanted = step * math.log(global_batch_size) / (_MOST_SIZES - 1)
+        near = [size for size in sizes if abs(math.log(size) - wanted) <= math.log(global_batch_size) / 20]
+        divisors = [size for size in near if global_batch_size % size == 0]
+        chosen.add(min(divisors or near or sizes, key=lambda size: (abs(math.log(size) - wanted), size)))
+    return tuple(sorted(chosen))
+
+
+def policies_of(schedules: Sequence[str], stages_per_rank: int, recompute: bool) -> tuple[Policy, ...]:
+    """The policies of named schedules; those that need less memory first."""
+    policies = []
+    for name in schedules:
+        if name == "1f1b":
+            policies += [Policy(name, extra, recompute=recompute) for extra in _EXTRAS]
+        elif name == "interleaved_1f1b":
+            policies.append(Policy(name, stages_per_rank=stages_per_rank, recompute=recompute))
+        else:
+            policies.append(Policy(name, recompute=recompute))
+    return tuple(policies)
+
+
+def _check(
+    training: Training,
+    micro_batch_size: int | None,
+    schedules: Sequence[str],
+    pipelines: int | None,
+    capacity_bytes: Sequence[int] | None,
+    cluster: Cluster,
+) -> None:
+    problems = []
+    batch = training.global_batch_size
+    if micro_batch_size is not None and not 1 <= micro_batch_size <= batch:
+        problems.append(f"micro_batch_size is {micro_batch_size}: give 1 to {batch} samples (the global batch)")
+    if not schedules:
+        problems.append(f"schedules is empty: give some of {', '.join(SCHEDULES)}")
+    problems += [
+        f"schedules holds {name!r}: give some of {', '.join(SCHEDULES)}" for name in schedules if name not in SCHEDULES
+    ]
+    if pipelines is not None and not 1 <= pipelines <= cluster.world_size:
+        problems.append(f"pipelines is {pipelines}: give 1 to {cluster.world_size} (the number of ranks)")
+    if capacity_bytes is not None and len(capacity_bytes) != cluster.world_size:
+        problems.append(
+            f"capacity_bytes has {len(capacity_bytes)} entries, cluster {cluster.name!r} has {cluster.world_size} "
+            "ranks: give one per rank"
+        )
+    raise_all(HeteroError, "the pipelines cannot be planned", problems)
+
+
+def _plan(
+    problem: Problem, found: Found, bound_s: float, model: ModelKey | None, reasons: tuple[str, ...]
+) -> PipelinePlan:
+    design = found.best
+    assert design is not None, "nothing is planned from a search that found nothing"
+    outcome = found.tried[design]
+    costs = problem.costs
+    plan = PipelinePlan(
+        global_batch_size=problem.training.global_batch_size,
+        micro_batch_size=design.micro_batch_size,
+        pipelines=_pipelines(design, outcome),
+        device_types=problem.kinds,
+        unit_names=tuple(unit.name for unit in costs.units),
+        schedule=design.policy.schedule,
+        model=ModelKey(costs.model, costs.parameters) if model is None else model,
+        predicted_step_s=outcome.step_s,
+        lower_bound_s=min(bound_s, outcome.step_s),
+        predictions=tuple(_prediction(outcome, rank) for rank in range(len(problem.kinds))),
+        reasons=reasons,
+    )
+    plan.validate(problem.cluster)
+    return plan
+
+
+def _pipelines(design: Design, outcome: Outcome) -> tuple[Pipeline, ...]:
+    made = []
+    for pipeline, recompute in zip(design.pipelines, outcome.checkpointing, strict=True):
+        depths = design.policy.in_flight(len(pipeline.ranks), pipeline.micro_batches)
+        stages = tuple(
+            Stage(border, depth, again)
+            for border, depth, again in zip(pipeline.borders, depths, recompute, strict=True)
+        )
+        made.append(Pipeline(pipeline.ranks, stages, pipeline.micro_batches))
+    return tuple(made)
+
+
+def _prediction(outcome: Outcome, rank: int) -> RankPrediction:
+    busy = outcome.busy_s.get(rank, 0.0)
+    # Rounding must not make a rank that is always busy idle for less than nothing.
+    idle = min(1.0, max(0.0, 1 - busy / outcome.step_s)) if outcome.step_s else 0.0
+    return RankPrediction(busy, idle, outcome.peak_bytes.get(rank, 0))
