@@ -54,16 +54,16 @@ def cases(cluster_path: Path, quick: bool) -> dict[str, tuple[Case, Effort]]:
         cluster.name,
         ranks,
         global_batch=EMULATED_BATCH_PER_RANK * ranks,
-        solo_batch=EMULATED_BATCH_PER_RANK // 2 if quick else EMULATED_BATCH_PER_RANK,
+        solo_batch=EMULATED_BATCH_PER_RANK // 4 if quick else EMULATED_BATCH_PER_RANK,
         cluster_path=cluster_path.resolve(),
     )
     # large enough that communication, some 0.2 s a step on two cores, does not dominate
-    real_work = Case("real work", 2, global_batch=256, solo_batch=96, doubled_ranks=(1,))
+    real_work = Case("real work", 2, global_batch=384, solo_batch=96, doubled_ranks=(1,))
     equal = Case("equal devices", 2, global_batch=32, solo_batch=16)
     if quick:
-        efforts = Effort(2, 1), Effort(2, 2), Effort(6, 2)
+        efforts = Effort(2, 1, warmup_steps=0), Effort(2, 1), Effort(5, 2)
     else:
-        efforts = Effort(4, 3), Effort(6, 4), Effort(20, 4)
+        efforts = Effort(3, 2), Effort(6, 2), Effort(20, 2)
     return dict(zip(PARTS, zip((emulated, real_work, equal), efforts, strict=True), strict=True))
 
 

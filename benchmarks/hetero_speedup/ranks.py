@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import pickle
@@ -23,6 +24,8 @@ from benchmarks.hetero_speedup.gate import Gate
 
 Arm = Callable[[Case, int, Gate], None]
 """An arm's function in each of its ranks: (case, rank, gate)."""
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 
 START_TIMEOUT_S = 300.0
 STEP_TIMEOUT_S = 300.0
@@ -161,9 +164,22 @@ def _prepare(rank: int) -> None:
     import torch
     from lightning_utilities.core.rank_zero import rank_zero_only
 
+    _keep_freed_memory()
     torch.set_num_threads(1)  # more ranks than cores: threads of one would take another's time
     torch.manual_seed(0)
     rank_zero_only.rank = rank  # the forkserver imported Lightning as rank 0
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc keep freed memory, as the caching allocator of a GPU does.
+
+    It otherwise gives every large tensor back to the system, which then finds and clears its pages anew, up to half of
+    a step's time on a virtual machine, and more so the larger the batch.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL("libc.so.6")
+        for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1)):
+            libc.mallopt(option, value)
 
 
 def _environment(rank: int, world_size: int, port: int, run: str) -> dict[str, str]:

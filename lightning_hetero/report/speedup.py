@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from lightning_hetero.report.save import save_figure
 
 _EVEN, _HETERO = "#9aa5b1", "#1f6feb"
 _DEVICES = ("#2a9d8f", "#e9c46a", "#e76f51", "#8d6a9f", "#457b9d", "#a3b18a")
@@ -34,7 +35,7 @@ def plot_speedup(results: Mapping[str, Any], path: str | os.PathLike[str]) -> No
     figure = Figure(figsize=(5.5 * len(cases), 4.8), layout="constrained")
     for axes, case in zip(figure.subplots(1, len(cases), squeeze=False)[0], cases, strict=True):
         _draw_case(axes, case)
-    _save(figure, Path(path))
+    save_figure(figure, path)
 
 
 def _draw_case(axes: Axes, case: Mapping[str, Any]) -> None:
@@ -67,13 +68,3 @@ def _title(case: Mapping[str, Any]) -> str:
         f"speedup {case['speedup']:.2f} of {case['theoretical_speedup']:.2f} in theory, "
         f"efficiency {case['efficiency']:.2f}"
     )
-
-
-def _save(figure: Figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        figure.savefig(temporary, dpi=150)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

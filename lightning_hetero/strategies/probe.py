@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-REPEATS = 2
+REPEATS = 3
 """of each size that is timed"""
 
 
@@ -50,7 +50,7 @@ class StepMeasurement:
 def measure_rank(
     run: Callable[[int], StepMeasurement],
     max_samples: int,
-    budget_s: float = 4.0,
+    budget_s: float = 3.0,
     capacity_bytes: int | None = None,
     resident_bytes: int = 0,
 ) -> RankMeasurement:
