@@ -27,8 +27,8 @@ def _case(emulated: bool, kinds: list[str]) -> dict[str, Any]:
 
 def test_panels_name_emulation_and_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Figure] = []
-    save = speedup._save
-    monkeypatch.setattr(speedup, "_save", lambda figure, path: (drawn.append(figure), save(figure, path)))
+    save = speedup.save_figure
+    monkeypatch.setattr(speedup, "save_figure", lambda figure, path: (drawn.append(figure), save(figure, path)))
     results = {
         **_case(True, ["fast", "fast", "slow"]),
         "real_work": _case(False, ["plain", "doubled"]),
