@@ -1,6 +1,7 @@
 """The simulated pipeline: known answers, bounds, and a slow reference on tiny cases."""
 
 import itertools
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,8 @@ from lightning_hetero.schedule import (
     warmup_depths,
     zero_bubble,
 )
-from lightning_hetero.simulator.engine import DeadlockError
+from lightning_hetero.simulator.engine import DeadlockError, TaskGraph
+from lightning_hetero.simulator.flow import stage_ends_s
 from lightning_hetero.simulator.pipeline import Reduction, StageSeconds, simulate_pipeline, simulate_reductions
 
 SIZES = st.tuples(st.integers(1, 5), st.integers(1, 9))
@@ -190,8 +192,55 @@ def test_reductions_wait_for_all_owners_and_go_one_by_one():
     ends = [[10.0, 8.0], [7.0]]
     # Units of stage 1 first: ready at 8; those of stage 0 at 10, and rank 0 of pipeline 1 is in both.
     both = [Reduction(3.0, ((0, 1), (1, 0))), Reduction(4.0, ((0, 0), (1, 0)))]
-    assert simulate_reductions(ends, both) == 8 + 3 + 4
-    assert simulate_reductions(ends, both[1:]) == 14
-    assert simulate_reductions(ends, []) == 10
+    result = simulate_reductions(ends, both)
+    assert (result.step_s, result.order) == (8 + 3 + 4, (0, 1))
+    assert simulate_reductions(ends, both[1:]).step_s == 14
+    assert simulate_reductions(ends, []).step_s == 10
     # Two stages on one rank share its port.
-    assert simulate_reductions([[4.0, 4.0]] * 2, [Reduction(1, ((0, s), (1, s))) for s in (1, 0)], [1, 1]) == 6
+    assert simulate_reductions([[4.0, 4.0]] * 2, [Reduction(1, ((0, s), (1, s))) for s in (1, 0)], [1, 1]).step_s == 6
+
+
+def test_reductions_of_different_ranks_run_side_by_side():
+    """Cuts that differ make a chain of reductions that share ranks; every second one can run at once."""
+    first = [Reduction(1.0, ((0, s), (1, t))) for s, t in ((0, 0), (0, 1), (1, 1), (1, 2), (2, 2))]
+    result = simulate_reductions([[0.0] * 3, [0.0] * 3], first)
+    assert result.step_s == 2
+    assert sorted(result.order[:3]) == [0, 2, 4]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**9))
+def test_the_order_of_reductions_runs_as_said(seed):
+    """All ranks walk through the reductions in the order that is given, and it takes as long as was said."""
+    dice = random.Random(seed)
+    ends = [[float(dice.randint(0, 5)) for _ in range(dice.randint(1, 4))] for _ in range(dice.randint(1, 3))]
+    owners = [(p, s) for p, stages in enumerate(ends) for s in range(len(stages))]
+    reductions = [
+        Reduction(float(dice.randint(1, 5)), tuple(dice.sample(owners, dice.randint(1, len(owners)))))
+        for _ in range(dice.randint(0, 6))
+    ]
+    result = simulate_reductions(ends, reductions)
+    graph = TaskGraph()
+    ports = {owner: graph.add_resource(owner) for owner in owners}
+    done = {(p, s): graph.add_task("done", (), ends[p][s]) for p, s in owners}
+    for index in result.order:
+        each = reductions[index]
+        held = [ports[owner] for owner in each.owners]
+        graph.add_task(index, held, each.seconds, [done[owner] for owner in each.owners])
+    assert graph.run().makespan_s == result.step_s
+    assert sorted(result.order) == list(range(len(reductions)))
+
+
+@settings(deadline=None)
+@given(TIMES, st.integers(1, 9), st.integers(0, 4), st.integers(0, 3), st.booleans())
+def test_the_short_way_to_the_end_is_the_same(times, m, hop, extra, all_first):
+    p, stages = len(times), stages_of(times)
+    hops = [hop * (s + 1) for s in range(p - 1)]
+    depths = (m,) * p if all_first else warmup_depths(p, m, extra)
+    whole = simulate_pipeline(gpipe(p, m) if all_first else one_f_one_b(p, m, depths), stages, hops)
+    assert stage_ends_s(depths, m, stages, hops) == whole.stage_end_s
+
+
+def test_the_short_way_sees_deadlocks():
+    with pytest.raises(HeteroError, match="wait for ever"):
+        stage_ends_s((1, 2), 3, [StageSeconds(1, 1)] * 2, [0.0])

@@ -14,7 +14,7 @@ from lightning_hetero.planner.stage_cut import Cut, find_cuts
 from lightning_hetero.planner.stage_table import StageTable
 
 _FEW = 4  # with more stages fewer bottlenecks are looked at, since every cut takes longer
-_FEW_SLACKS = (0.0, 0.1)
+_FEW_SLACKS = (0.04,)
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,13 @@ class Chain:
     seconds: NDArray[np.float64]
     best: NDArray[np.int64]
 
+    def alternatives(self, micro_batches: int, most: int) -> list[Option]:
+        """The best cut of each order, then the further ones, by what they take for so many micro-batches."""
+        ranked = sorted(self.options, key=lambda option: option.cut.seconds(micro_batches))
+        first = list({option.order: option for option in reversed(ranked)}.values())[::-1]
+        chosen = sorted(first, key=lambda option: option.cut.seconds(micro_batches))[:most]
+        return chosen + [option for option in ranked if option not in chosen][: most - len(chosen)]
+
 
 class Chains:
     """Finds chains, and remembers them: blocks that look alike are one.
@@ -55,6 +62,7 @@ class Chains:
         self._classes = [name[:2] for name in self.names]
         self._chains: dict[object, Chain | None] = {}
         self._cuts: dict[object, list[Cut]] = {}
+        self._hop_rows: dict[tuple[int, bool], NDArray[np.float64]] = {}
 
     def looks(self, block: Block) -> tuple[object, ...]:
         """What tells blocks apart: types, memory, and which ranks share a node, in the order of the block."""
@@ -101,7 +109,7 @@ class Chains:
         return Chain(tuple(options), way[least] + count * slowest[least], np.full(most, least))
 
     def _cut(self, order: Block, samples: int, policy: Policy, held: tuple[int, ...], expected: int) -> list[Cut]:
-        key = (self.looks(order), samples, policy, held, expected)
+        key = (self.looks(order), samples, policy, held, tuple(each == expected for each in held))
         if key not in self._cuts:
             problem, table, stages = self.problem, self.problem.table(samples), len(order) * policy.stages_per_rank
             if stages > problem.units:
@@ -114,21 +122,20 @@ class Chains:
                 seconds.append(
                     table.choice(problem.kinds[rank], room, held[stage], expected == held[stage], policy.may_recompute)
                 )
-            hops = hop_rows(problem, order, table, stages)
+            hops = self._hops(order, table, stages)
             slacks = {} if stages <= _FEW else {"slacks": _FEW_SLACKS}
             self._cuts[key] = find_cuts(seconds, hops, **slacks)
         return self._cuts[key]
 
-
-def hop_rows(problem: Problem, order: Sequence[int], table: StageTable, stages: int) -> list[NDArray[np.float64]]:
-    """Per border between stages: seconds of a message, by the unit before which the border lies."""
-    sizes = np.concatenate([[0.0], table.output_bytes]) * table.samples
-    rows: dict[bool, NDArray[np.float64]] = {}
-    hops = []
-    for stage in range(stages - 1):
-        one, two = order[stage % len(order)], order[(stage + 1) % len(order)]
-        same = problem.nodes[one] == problem.nodes[two]
-        if same not in rows:
-            rows[same] = np.array([problem.network.point_to_point_s(float(size), same) for size in sizes])
-        hops.append(rows[same])
-    return hops
+    def _hops(self, order: Sequence[int], table: StageTable, stages: int) -> list[NDArray[np.float64]]:
+        """Per border between stages: seconds of a message, by the unit before which the border lies."""
+        nodes, hops = self.problem.nodes, []
+        for stage in range(stages - 1):
+            same = nodes[order[stage % len(order)]] == nodes[order[(stage + 1) % len(order)]]
+            key = table.samples, same
+            if key not in self._hop_rows:
+                sizes = np.concatenate([[0.0], table.output_bytes]) * table.samples
+                row = [self.problem.network.point_to_point_s(float(size), same) for size in sizes]
+                self._hop_rows[key] = np.array(row)
+            hops.append(self._hop_rows[key])
+        return hops

@@ -10,7 +10,7 @@ from itertools import product
 
 import numpy as np
 
-from lightning_hetero.planner.chain import Chain, Chains
+from lightning_hetero.planner.chain import Chain, Chains, Option
 from lightning_hetero.planner.design_moves import neighbours
 from lightning_hetero.planner.layouts import (
     MOST_DEVICES_FOR_ALL_LAYOUTS,
@@ -20,13 +20,15 @@ from lightning_hetero.planner.layouts import (
 from lightning_hetero.planner.layouts_by_type import promising_layouts
 from lightning_hetero.planner.pipeline_design import Design, Outcome, PipelineDesign, Policy, Problem
 
-# Actions that may be simulated, one after the other: about 8 us each.
-_FIRST_ACTIONS = 60_000
-_MOVE_ACTIONS = 60_000
-_FIRST_DESIGNS = 80
-_STARTS = 4
-_LAYOUTS_BY_TYPE = 24
-_MOST_LAYOUTS = 200
+# Actions that may be simulated, one after the other: about 0.6 us each, and with all around them 1 us.
+_FIRST_ACTIONS = 120_000
+_MOVE_ACTIONS = 120_000
+_FIRST_DESIGNS = 250
+_ALTERNATIVES = 24
+# A layout whose devices would need so much longer in perfect balance than the best closed form is left out.
+_HOPELESS = 1.3
+_STARTS = 8
+_LAYOUTS_BY_TYPE = 12
 
 
 @dataclass(frozen=True)
@@ -136,53 +138,90 @@ def _even(total: int, parts: int) -> tuple[int, ...]:
     return tuple(total // parts + (index < total % parts) for index in range(parts))
 
 
-def _designs(problem: Problem, space: Space) -> Iterator[tuple[float, Design]]:
-    """Designs that fit, with the closed form's seconds."""
+def _designs(problem: Problem, space: Space) -> list[tuple[float, Design]]:
+    """Designs that fit, each once, with the closed form's seconds."""
     chains = Chains(problem)
     if len(problem.kinds) > MOST_DEVICES_FOR_ALL_LAYOUTS:
-        yield from _designs_by_type(problem, space, chains)
-        return
-    seen = set()
-    for layout in all_layouts(chains.names, problem.units):
-        if space.pipelines in (None, len(layout)):
-            for samples, policy in product(space.sizes, space.policies):
-                made = _design(problem, chains, layout, samples, policy)
-                if made is not None and made[1] not in seen and is_allowed(made[1]):
-                    seen.add(made[1])
+        found = list(_designs_by_type(problem, space, chains))
+    else:
+        found = list(_designs_of_all_layouts(problem, space, chains))
+    least: dict[Design, float] = {}
+    for seconds, design in found:
+        if is_allowed(design):
+            least[design] = min(seconds, least.get(design, math.inf))
+    return [(seconds, design) for design, seconds in least.items()]
+
+
+def _designs_of_all_layouts(problem: Problem, space: Space, chains: Chains) -> Iterator[tuple[float, Design]]:
+    """Every layout, with the alternatives of each."""
+    layouts = [layout for layout in all_layouts(chains.names, problem.units) if space.pipelines in (None, len(layout))]
+    # Many devices first: they are mostly the fastest, and what cannot come near them need not be cut.
+    layouts.sort(key=lambda layout: -sum(map(len, layout)))
+    best = math.inf
+    for layout, samples in product(layouts, space.sizes):
+        total = problem.total_micro_batches(samples)
+        speed = sum(problem.speed(rank, samples) for block in layout for rank in block)
+        if total >= len(layout) and total / speed <= _HOPELESS * best:
+            for policy in space.policies:
+                for made in _of_layout(problem, chains, layout, samples, policy, _ALTERNATIVES):
+                    best = min(best, made[0])
                     yield made
 
 
-def _design(
-    problem: Problem, chains: Chains, layout: Layout, samples: int, policy: Policy
-) -> tuple[float, Design] | None:
-    """Split the micro-batches over the blocks of a layout, each with its best order and cut."""
+def _of_layout(
+    problem: Problem, chains: Chains, layout: Layout, samples: int, policy: Policy, alternatives: int
+) -> Iterator[tuple[float, Design]]:
+    """Split the micro-batches over the blocks of a layout, each with its best order and cut.
+
+    Then come designs in which one block has another order or cut, as many as ``alternatives`` over all blocks.
+    """
     total = problem.total_micro_batches(samples)
     if total < len(layout):
-        return None
-    table = problem.table(samples)
-    speeds = [sum(1 / float(table.both(problem.kinds[rank])[0, -1]) for rank in block) for block in layout]
+        return
+    speeds = [sum(problem.speed(rank, samples) for rank in block) for block in layout]
     most = total - len(layout) + 1
-    # What each will about run, for the memory of what is in flight.
-    expected = [max(1, min(most, math.ceil(total * speed / sum(speeds)))) for speed in speeds]
     found: list[Chain] = []
-    for block, count in zip(layout, expected, strict=True):
-        chain = chains.find(block, samples, policy, count, most)
+    for block, speed in zip(layout, speeds, strict=True):
+        # What it will about run, for the memory of what is in flight.
+        expected = max(1, min(most, math.ceil(total * speed / sum(speeds))))
+        chain = chains.find(block, samples, policy, expected, most)
         if chain is None:
-            return None
+            return
         found.append(chain)
     split = _split(found, total)
     if split is None:
-        return None
-    pipelines = []
-    for block, chain, count in zip(layout, found, split, strict=True):
-        option = chain.options[chain.best[count - 1]]
-        pipelines.append(PipelineDesign(tuple(block[place] for place in option.order), option.cut.counts, count))
-    seconds = max(float(chain.seconds[count - 1]) for chain, count in zip(found, split, strict=True))
-    return seconds + _reduction_s(problem, pipelines), Design(samples, policy, tuple(pipelines))
+        return
+    chosen = [chain.options[chain.best[count - 1]] for chain, count in zip(found, split, strict=True)]
+    yield _made(problem, layout, samples, policy, split, chosen)
+    alike: dict[int, list[int]] = {}
+    for index, chain in enumerate(found):
+        alike.setdefault(id(chain), []).append(index)
+    each = alternatives // len(alike)
+    for members in alike.values():
+        # Pipelines that are alike change together too: equal cuts let the same ranks reduce all their gradients.
+        for option in found[members[0]].alternatives(max(split[index] for index in members), each):
+            for changing in {tuple(members), (members[0],)}:
+                changed = [option if index in changing else other for index, other in enumerate(chosen)]
+                yield _made(problem, layout, samples, policy, split, changed)
+
+
+def _made(
+    problem: Problem, layout: Layout, samples: int, policy: Policy, split: Sequence[int], options: Sequence[Option]
+) -> tuple[float, Design]:
+    pipelines = tuple(
+        PipelineDesign(tuple(block[place] for place in option.order), option.cut.counts, count)
+        for block, option, count in zip(layout, options, split, strict=True)
+    )
+    seconds = max(option.cut.seconds(count) for option, count in zip(options, split, strict=True))
+    return seconds + _reduction_s(problem, pipelines), Design(samples, policy, pipelines)
 
 
 def _split(chains: Sequence[Chain], total: int) -> list[int] | None:
     """Whole micro-batches per chain that make the last one to end as early as can be, at least one each."""
+    if len(chains) == 1:
+        return [total]
+    if total * len(chains) <= 400:
+        return _split_one_by_one(chains, total)
     kinds: dict[int, list[int]] = {}
     for index, chain in enumerate(chains):
         kinds.setdefault(id(chain), []).append(index)
@@ -210,6 +249,16 @@ def _split(chains: Sequence[Chain], total: int) -> list[int] | None:
     return split if surplus == 0 else None
 
 
+def _split_one_by_one(chains: Sequence[Chain], total: int) -> list[int]:
+    """The same for few: always the micro-batch that would end first."""
+    split = [1] * len(chains)
+    rows = [chain.seconds.tolist() for chain in chains]
+    for _ in range(total - len(chains)):
+        index = min(range(len(split)), key=lambda i: (rows[i][split[i]], i))
+        split[index] += 1
+    return split
+
+
 def _reduction_s(problem: Problem, pipelines: Sequence[PipelineDesign]) -> float:
     """About what the reduction of gradients takes: that of the largest stage of the first pipeline."""
     if len(pipelines) == 1:
@@ -228,13 +277,10 @@ def _designs_by_type(problem: Problem, space: Space, chains: Chains) -> Iterator
     """Designs of many devices from the most promising layouts; other policies come by steps from the best."""
     for policy in space.policies:
         made = 0
-        for layout, samples in promising_layouts(problem, space.sizes, space.pipelines, policy.may_recompute)[
-            :_MOST_LAYOUTS
-        ]:
-            found = _design(problem, chains, layout, samples, policy)
-            if found is not None and is_allowed(found[1]):
-                made += 1
-                yield found
+        for layout, samples in promising_layouts(problem, space.sizes, space.pipelines, policy.may_recompute):
+            found = list(_of_layout(problem, chains, layout, samples, policy, 0))
+            made += bool(found)
+            yield from found
             if made >= _LAYOUTS_BY_TYPE:
                 break
         if made:
@@ -244,10 +290,7 @@ def _designs_by_type(problem: Problem, space: Space, chains: Chains) -> Iterator
 def _improve(problem: Problem, space: Space, found: Found) -> None:
     """From the best few designs go on to better neighbours until there is none."""
     first = problem.simulated_actions
-    fitting = sorted(
-        (d for d, o in found.tried.items() if math.isfinite(o.step_s)), key=lambda d: found.tried[d].step_s
-    )
-    for start in fitting[:_STARTS]:
+    for start in _starts(problem, found):
         current = start
         while problem.simulated_actions - first < _MOVE_ACTIONS:
             better, seconds = None, found.tried[current].step_s * (1 - 1e-9)
@@ -260,3 +303,13 @@ def _improve(problem: Problem, space: Space, found: Found) -> None:
             if better is None:
                 break
             current = better
+
+
+def _starts(problem: Problem, found: Found) -> list[Design]:
+    """The best designs seen, one for each way to form pipelines and each micro-batch size."""
+    first: dict[object, Design] = {}
+    for design, _ in sorted(found.tried.items(), key=lambda each: each[1].step_s):
+        if math.isfinite(found.tried[design].step_s):
+            kinds = sorted(tuple(sorted(problem.kinds[rank] for rank in each.ranks)) for each in design.pipelines)
+            first.setdefault((tuple(kinds), design.micro_batch_size), design)
+    return list(first.values())[:_STARTS]

@@ -16,6 +16,7 @@ from lightning_hetero.planner.pipeline_design import Problem
 
 _LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 _MOST_COMBINATIONS = 4_000
+_MOST_LAYOUTS = 200
 
 
 @dataclass(frozen=True, order=True)
@@ -125,22 +126,37 @@ def promising_layouts(
         pipelines: the only number of pipelines, if it is given.
         may_recompute: whether activations may be checkpointed.
     """
-    scored: list[tuple[float, int, Layout, int]] = []
+    scored: list[tuple[float, int, tuple[Group, ...], int]] = []
+    groups = None
     for samples in sizes:
         rough = _Rough(problem, samples, may_recompute)
-        options = rough.options()
+        groups = groups or rough.groups()
+        options = rough.options(groups)
         for partition in class_partitions(len(rough.classes)):
             rows = [options.get(part, []) for part in partition]
             while len(rows) > 1 and _product(rows) > _MOST_COMBINATIONS:
                 # Too many classes to combine freely: fewer ways for the group that has most.
                 rows[max(range(len(rows)), key=lambda i: len(rows[i]))].pop()
             for chosen in product(*rows):
-                number = sum(len(group.blocks) for group, _ in chosen)
+                number = sum(len(option.group.blocks) for option in chosen)
                 if pipelines in (None, number) and number <= rough.total:
-                    layout = tuple(block for group, _ in chosen for block in group.blocks)
-                    scored.append((rough.seconds(chosen, number), len(scored), layout, samples))
-    scored.sort()
-    return [(layout, samples) for _, _, layout, samples in scored]
+                    parts = tuple(option.group for option in chosen)
+                    scored.append((rough.seconds(chosen, number), len(scored), parts, samples))
+    scored.sort(key=lambda each: each[:2])
+    return [
+        (tuple(block for group in parts for block in group.blocks), samples)
+        for _, _, parts, samples in scored[:_MOST_LAYOUTS]
+    ]
+
+
+@dataclass(frozen=True)
+class _Option:
+    """A group and what it can do: micro-batches per second, devices, and stages of its longest pipeline."""
+
+    group: Group
+    speed: float
+    devices: int
+    length: int
 
 
 def _product(rows: Sequence[Sequence[object]]) -> int:
@@ -157,6 +173,8 @@ class _Rough:
         self.problem, self.samples, self.may_recompute = problem, samples, may_recompute
         self.total = problem.total_micro_batches(samples)
         self.table = problem.table(samples)
+        self.nodes = len(set(problem.nodes))
+        self._reduced: dict[tuple[int, int], float] = {}
         ranks: dict[DeviceClass, list[int]] = {}
         for rank, (kind, room) in enumerate(zip(problem.kinds, problem.capacity, strict=True)):
             ranks.setdefault(DeviceClass(kind, room), []).append(rank)
@@ -172,30 +190,38 @@ class _Rough:
         """Micro-batches per second through the whole model on one device."""
         return 1 / max(float(self.table.both(each.kind)[0, -1]), 1e-300)
 
-    def options(self) -> dict[tuple[int, ...], list[tuple[Group, float]]]:
-        """Per set of classes its groups that may fit, each with the speed of all its pipelines."""
+    def groups(self) -> dict[tuple[int, ...], list[Group]]:
+        """Per set of classes its groups."""
         speeds = [self.speed(each) for each in self.classes]
-        found: dict[tuple[int, ...], list[tuple[Group, float]]] = {}
-        for part, groups in groups_of(self.classes, self.members, speeds, self.problem.units).items():
-            for group in groups:
+        return groups_of(self.classes, self.members, speeds, self.problem.units)
+
+    def options(self, groups: dict[tuple[int, ...], list[Group]]) -> dict[tuple[int, ...], list[_Option]]:
+        """Per set of classes its groups that may fit."""
+        found: dict[tuple[int, ...], list[_Option]] = {}
+        for part, members in groups.items():
+            speed = sum(self.speed(self.classes[index]) * len(self.members[index]) for index in part)
+            devices = sum(len(self.members[index]) for index in part)
+            for group in members:
                 slowdown = max(self._slowdown(block) for block in (group.blocks[0], group.blocks[-1]))
                 if slowdown < float("inf"):
-                    found.setdefault(part, []).append((group, sum(group.speeds) / slowdown))
+                    found.setdefault(part, []).append(_Option(group, speed / slowdown, devices, len(group.blocks[0])))
         return found
 
-    def seconds(self, chosen: Sequence[tuple[Group, float]], number: int) -> float:
+    def seconds(self, chosen: Sequence[_Option], number: int) -> float:
         """About what a step takes with these groups."""
-        devices = sum(len(block) for group, _ in chosen for block in group.blocks)
-        longest = max(len(group.blocks[0]) for group, _ in chosen)
-        speed = sum(each for _, each in chosen)
+        devices = sum(option.devices for option in chosen)
+        longest = max(option.length for option in chosen)
+        speed = sum(option.speed for option in chosen)
         work = (self.total + devices - number / 2) / speed * (1 + longest / (2 * self.problem.units))
         if number == 1:
             return work
-        shortest = min(len(group.blocks[0]) for group, _ in chosen)
-        size = self.problem.training.state.gradient * self.problem.costs.parameters / shortest
-        nodes = min(number, len(set(self.problem.nodes)))
-        spread = tuple(number // nodes + (index < number % nodes) for index in range(nodes))
-        return work + self.problem.network.all_reduce_s(size, spread)
+        shortest = min(option.length for option in chosen)
+        if (number, shortest) not in self._reduced:
+            size = self.problem.training.state.gradient * self.problem.costs.parameters / shortest
+            nodes = min(number, self.nodes)
+            spread = tuple(number // nodes + (index < number % nodes) for index in range(nodes))
+            self._reduced[number, shortest] = self.problem.network.all_reduce_s(size, spread)
+        return work + self._reduced[number, shortest]
 
     def _slowdown(self, block: Block) -> float:
         """1 where all fits in sum, more where activations must be checkpointed, infinite where nothing helps."""

@@ -11,6 +11,7 @@ from lightning_hetero.costs import ModelCosts
 from lightning_hetero.errors import HeteroError, raise_all
 from lightning_hetero.plan import ModelKey, Pipeline, PipelinePlan, RankPrediction, Stage
 from lightning_hetero.planner.design_search import Found, Space, even_designs, search_designs
+from lightning_hetero.planner.exact_search import prove_best
 from lightning_hetero.planner.pipeline_bound import lower_bound_s
 from lightning_hetero.planner.pipeline_design import Design, Outcome, Policy, Problem
 from lightning_hetero.planner.pipeline_explain import Binding, Candidate, binding_of, candidates_of, reasons_of
@@ -118,20 +119,22 @@ def search_pipeline(
         For up to 5 devices every set of pipelines and every order is looked at; for more, devices are dealt out by
         type. A closed form (the way of one micro-batch, and the slowest stage for each further one) ranks designs,
         with cuts that are exact for it under the memory of each stage; the best are simulated, and the search goes
-        on from the best few to better neighbours.
+        on from the best few to better neighbours. Where all designs are few (about 4 devices and 8 units), every one
+        that a bound does not rule out is simulated too, and the plan is the fastest of all of them.
     """
     _check(training, micro_batch_size, schedules, pipelines, capacity_bytes, cluster)
     problem = Problem(cluster, costs, training, unit_timings(costs, cluster), capacity_bytes)
     sizes = micro_batch_sizes(training.global_batch_size) if micro_batch_size is None else (micro_batch_size,)
     space = Space(sizes, policies_of(schedules, stages_per_rank, activation_checkpointing), pipelines)
     found = search_designs(problem, space)
+    proven = prove_best(problem, space, found)
     if found.best is None:
         refuse(problem, space, found)
     bound_s = lower_bound_s(problem, sizes)
     even = [problem.evaluate(design).step_s for design in even_designs(problem, space)]
     even_s = min((seconds for seconds in even if math.isfinite(seconds)), default=None)
     binding = binding_of(problem, found)
-    plan = _plan(problem, found, bound_s, model, reasons_of(problem, found, binding, bound_s, even_s))
+    plan = _plan(problem, found, bound_s, model, reasons_of(problem, found, binding, bound_s, even_s, proven))
     return PipelineSearch(plan, candidates_of(problem, found), binding, even_s)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,7 +13,8 @@ from lightning_hetero.costs import ModelCosts, UnitTiming
 from lightning_hetero.planner.stage_table import StageTable
 from lightning_hetero.planner.training import Training
 from lightning_hetero.schedule import Schedule, build_schedule, peaks_in_flight, warmup_depths
-from lightning_hetero.simulator.comm import Network, spread_of
+from lightning_hetero.simulator.comm import Network
+from lightning_hetero.simulator.flow import stage_ends_s
 from lightning_hetero.simulator.pipeline import Reduction, simulate_pipeline, simulate_reductions
 from lightning_hetero.simulator.pipeline_memory import StageUnits, rank_memory
 
@@ -160,6 +162,7 @@ class Problem:
         self.units = len(costs.units)
         self.simulated_actions = 0
         self._tables: dict[int, StageTable] = {}
+        self._speeds: dict[tuple[str, int], float] = {}
         self._runs: dict[object, _Run] = {}
         self._outcomes: dict[Design, Outcome] = {}
 
@@ -168,6 +171,13 @@ class Problem:
         if samples not in self._tables:
             self._tables[samples] = StageTable(self.costs, self.timings, self.training.state, samples)
         return self._tables[samples]
+
+    def speed(self, rank: int, samples: int) -> float:
+        """Micro-batches per second of the whole model on the device of a rank, if it fitted there."""
+        key = self.kinds[rank], samples
+        if key not in self._speeds:
+            self._speeds[key] = 1 / max(float(self.table(samples).both(key[0])[0, -1]), 1e-300)
+        return self._speeds[key]
 
     def total_micro_batches(self, samples: int) -> int:
         """Micro-batches of a step over all pipelines; the last one may be short."""
@@ -197,7 +207,8 @@ class Problem:
         step = compute
         if reductions:
             ends = [run.stage_end_s for run in runs]
-            step = simulate_reductions(ends, reductions, [len(pipeline.ranks) for pipeline in design.pipelines])
+            ranks = [len(pipeline.ranks) for pipeline in design.pipelines]
+            step = simulate_reductions(ends, reductions, ranks).step_s
         return Outcome(step, checkpointing, busy, peaks, compute)
 
     def hops(self, ranks: Sequence[int], counts: Sequence[int], samples: int) -> tuple[float, ...]:
@@ -230,20 +241,24 @@ class Problem:
         ranks, size, policy = len(kinds), design.micro_batch_size, design.policy
         if policy.stages_per_rank == 1:
             recompute, peaks = self._memory(pipeline, design, capacity)
-            schedule = None
+            schedule: Schedule | None = None
         else:
             schedule = policy.build(ranks, pipeline.micro_batches)
             recompute, peaks = self._memory_of_rows(pipeline, design, capacity, schedule)
         missing = tuple(int(peak - room) if peak > room else 0 for peak, room in zip(peaks, capacity, strict=True))
         if any(missing):
             return _Run(recompute, (), (0.0,) * ranks, peaks, missing)
-        schedule = schedule or policy.build(ranks, pipeline.micro_batches)
-        self.simulated_actions += sum(map(len, schedule.rows))
         stages = [
             self.table(size).seconds(kinds[stage % ranks], start, stop, again)
             for stage, ((start, stop), again) in enumerate(zip(pipeline.borders, recompute, strict=True))
         ]
-        timeline = simulate_pipeline(schedule, stages, hops)
+        count = pipeline.micro_batches
+        self.simulated_actions += 2 * count * len(stages)
+        if policy.schedule in ("1f1b", "gpipe"):
+            ends = stage_ends_s(policy.in_flight(ranks, count), count, stages, hops)
+            busy = tuple(count * stage.both_s for stage in stages)
+            return _Run(recompute, ends, busy, peaks, missing)
+        timeline = simulate_pipeline(schedule or policy.build(ranks, count), stages, hops)
         return _Run(recompute, timeline.stage_end_s, timeline.busy_s, peaks, missing)
 
     def _memory(
@@ -282,33 +297,37 @@ class Problem:
         return tuple(recompute), tuple(peaks)
 
     def _reductions(self, pipelines: Sequence[PipelineDesign]) -> list[Reduction]:
-        """Sums of gradients between the owners of the same units, last units first; then of tied parameters."""
-        reductions = []
+        """Sums of gradients between the owners of the same units, and of tied parameters between theirs."""
+        found: list[tuple[tuple[int, ...], float]] = []
         per_parameter = self.training.state.gradient
         if len(pipelines) > 1:
             cuts = sorted({0, self.units, *(start for pipeline in pipelines for start, _ in pipeline.borders)})
             for start, stop in reversed(list(pairwise(cuts))):
                 size = per_parameter * sum(unit.parameters for unit in self.costs.units[start:stop])
-                reductions.append(self._reduction(pipelines, [start], size))
+                found.append(((start,), size))
         for index, unit in enumerate(self.costs.units):
             # Parameters that count with an earlier unit, taken for the first: they are there twice if cut apart.
-            apart = any(pipeline.borders[0][1] <= index for pipeline in pipelines)
-            if unit.shared_parameters and apart:
-                reductions.append(self._reduction(pipelines, [0, index], per_parameter * unit.shared_parameters))
+            if unit.shared_parameters and any(pipeline.borders[0][1] <= index for pipeline in pipelines):
+                found.append(((0, index), per_parameter * unit.shared_parameters))
+        # Pipelines with one cut have the same stage for the same unit.
+        stages = {pipeline.counts: _stage_of_units(pipeline.counts) for pipeline in pipelines}
+        reductions = (self._reduction(pipelines, stages, units, size) for units, size in found)
         return [reduction for reduction in reductions if reduction.seconds]
 
-    def _reduction(self, pipelines: Sequence[PipelineDesign], units: Sequence[int], size_bytes: float) -> Reduction:
-        owners = sorted(
-            {
-                (index, stage)
-                for index, pipeline in enumerate(pipelines)
-                for stage, (start, stop) in enumerate(pipeline.borders)
-                if any(start <= unit < stop for unit in units)
-            }
-        )
-        ranks = {pipelines[index].ranks[stage % len(pipelines[index].ranks)] for index, stage in owners}
-        seconds = self.network.all_reduce_s(size_bytes, spread_of(self.cluster, sorted(ranks)))
-        return Reduction(seconds, tuple(owners))
+    def _reduction(
+        self,
+        pipelines: Sequence[PipelineDesign],
+        stages: Mapping[tuple[int, ...], Sequence[int]],
+        units: Sequence[int],
+        size_bytes: float,
+    ) -> Reduction:
+        owners, nodes = [], Counter[str]()
+        for index, pipeline in enumerate(pipelines):
+            for stage in dict.fromkeys(stages[pipeline.counts][unit] for unit in units):
+                owners.append((index, stage))
+                nodes[self.nodes[pipeline.ranks[stage % len(pipeline.ranks)]]] += 1
+        spread = tuple(sorted(nodes.values(), reverse=True))
+        return Reduction(self.network.all_reduce_s(size_bytes, spread), tuple(owners))
 
     def with_free_links(self) -> Problem:
         """The same with links that cost nothing."""
@@ -318,3 +337,7 @@ class Problem:
     def without_memory_limit(self) -> Problem:
         """The same with devices of endless memory."""
         return Problem(self.cluster, self.costs, self.training, self.timings, [float("inf")] * len(self.capacity))
+
+
+def _stage_of_units(counts: Sequence[int]) -> list[int]:
+    return [stage for stage, count in enumerate(counts) for _ in range(count)]

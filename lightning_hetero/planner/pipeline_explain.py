@@ -137,7 +137,7 @@ def missing(problem: Problem, outcome: Outcome) -> str:
 
 
 def reasons_of(
-    problem: Problem, found: Found, binding: Binding, bound_s: float, even_s: float | None
+    problem: Problem, found: Found, binding: Binding, bound_s: float, even_s: float | None, proven: bool
 ) -> tuple[str, ...]:
     """The plan's reasons, one sentence each."""
     design = found.best
@@ -155,6 +155,10 @@ def reasons_of(
             f"{format_seconds(outcome.busy_s[binding.rank])} of it; {binding.advice}"
         ),
     ]
+    if proven:
+        reasons.append(
+            "no other choice of devices, order, cut, micro-batches and schedule is faster: all were looked at"
+        )
     if even_s is not None:
         reasons.append(f"an even split would take {format_seconds(even_s)}, {even_s / outcome.step_s:.2f} x as long")
     again = [

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 Matrix = NDArray[np.float64]
 
 # How far above the least bottleneck a stage may be, in exchange for a shorter way through all stages.
-_SLACKS = (0.0, 0.02, 0.06, 0.15, 0.35, 0.8, 2.0, np.inf)
+_SLACKS = (0.0, 0.1, 0.5, np.inf)
 
 
 @dataclass(frozen=True)
@@ -54,38 +54,48 @@ def find_cuts(seconds: Sequence[Matrix], hop_s: Sequence[Matrix], slacks: Sequen
         Exact for each bottleneck: a minimax, then for each limit the least sum under it, by dynamic programs
         over borders. Time: O(slacks * stages * units^2).
     """
-    last = len(seconds) - 1
-    both_ways = [stage + 2 * hop_s[s][None, :] if s < last else stage for s, stage in enumerate(seconds)]
-    slowest = [np.maximum(stage, hop_s[s][None, :]) if s < last else stage for s, stage in enumerate(seconds)]
-    least = _least(slowest)
+    free = np.zeros(seconds[0].shape[0])
+    after = [*hop_s, free]
+    least = _minimax(seconds, after)
     if least is None:
         return []
     cuts: dict[tuple[int, ...], Cut] = {}
     for slack in slacks:
-        limit = least[0] * (1 + slack) * (1 + 1e-12)
-        found = _least(
-            [np.where(slow <= limit, way, np.inf) for slow, way in zip(slowest, both_ways, strict=True)], sum_of=True
-        )
-        if found is None:
-            continue
-        way, counts = found
-        if counts not in cuts:
-            ends = np.cumsum(counts).tolist()
-            starts = [0, *ends[:-1]]
-            cuts[counts] = Cut(counts, way, max(float(m[a, b]) for m, a, b in zip(slowest, starts, ends, strict=True)))
+        counts = _shortest(seconds, after, least * (1 + slack) * (1 + 1e-12))
+        if counts is not None and counts not in cuts:
+            cuts[counts] = _cut(seconds, after, counts)
     return list(cuts.values())
 
 
-def _least(costs: Sequence[Matrix], sum_of: bool = False) -> tuple[float, tuple[int, ...]] | None:
-    """The least largest (or summed) cost over all cuts, and such a cut; ``None`` if every one is infinite."""
-    best = np.full(costs[0].shape[0], np.inf)
+def _cut(seconds: Sequence[Matrix], after: Sequence[Matrix], counts: tuple[int, ...]) -> Cut:
+    way, slowest, start = 0.0, 0.0, 0
+    for stage, hop, count in zip(seconds, after, counts, strict=True):
+        end = start + count
+        way += float(stage[start, end] + 2 * hop[end])
+        slowest = max(slowest, float(stage[start, end]), float(hop[end]))
+        start = end
+    return Cut(counts, way, slowest)
+
+
+def _minimax(seconds: Sequence[Matrix], after: Sequence[Matrix]) -> float | None:
+    """The least bottleneck over all cuts; ``None`` if there is none."""
+    best = np.full(seconds[0].shape[0], np.inf)
     best[0] = 0.0
-    columns = np.arange(len(best))
+    for stage, hop in zip(seconds, after, strict=True):
+        best = np.maximum(np.maximum(best[:, None], stage).min(axis=0), hop)
+    return float(best[-1]) if np.isfinite(best[-1]) else None
+
+
+def _shortest(seconds: Sequence[Matrix], after: Sequence[Matrix], limit: float) -> tuple[int, ...] | None:
+    """The cut with the shortest way through all stages, none of which takes more than ``limit``."""
+    best = np.full(seconds[0].shape[0], np.inf)
+    best[0] = 0.0
     chosen = []
-    for cost in costs:
-        total = best[:, None] + cost if sum_of else np.maximum(best[:, None], cost)
-        start = np.argmin(total, axis=0)
-        best = total[start, columns]
+    columns = np.arange(len(best))
+    for stage, hop in zip(seconds, after, strict=True):
+        total = best[:, None] + np.where(stage <= limit, stage, np.inf)
+        start = total.argmin(axis=0)
+        best = np.where(hop <= limit, total[start, columns] + 2 * hop, np.inf)
         chosen.append(start)
     if not np.isfinite(best[-1]):
         return None
@@ -93,4 +103,4 @@ def _least(costs: Sequence[Matrix], sum_of: bool = False) -> tuple[float, tuple[
     for start in reversed(chosen):
         counts.append(end - int(start[end]))
         end = int(start[end])
-    return float(best[-1]), tuple(reversed(counts))
+    return tuple(reversed(counts))

@@ -8,13 +8,14 @@ and the same backward; with one ratio of backward to forward that is ``sum(t) + 
 
 Several pipelines: what a stage has computed is reduced with the owners of the same units in the other pipelines once
 each owner's last backward is done. Every rank takes part in one reduction at a time, and all walk through them in one
-order (last units first, as backward does), so none waits for ever.
+order, so none waits for ever.
 
 Not in it: the optimizer's own seconds, and that messages and reductions of different ranks share a network port.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -166,33 +167,49 @@ class Reduction:
     owners: tuple[tuple[int, int], ...]
 
 
+@dataclass(frozen=True)
+class ReductionTimeline:
+    """When gradients were reduced.
+
+    Args:
+        step_s: when the last reduction and the last action of every pipeline had ended.
+        order: indices of the reductions by their start: all ranks walk through them in this order.
+    """
+
+    step_s: float
+    order: tuple[int, ...]
+
+
 def simulate_reductions(
     stage_end_s: Sequence[Sequence[float]], reductions: Sequence[Reduction], rows: Sequence[int] | None = None
-) -> float:
-    """When the last reduction of gradients has ended, and the last action of every pipeline.
+) -> ReductionTimeline:
+    """Reduce gradients between pipelines, one reduction at a time on each rank.
+
+    The next one is always that whose owners can begin first; of equals the longest, then the first. So reductions
+    of different ranks run side by side, and sorted by their start they are an order in which no rank waits for ever.
 
     Args:
         stage_end_s: per pipeline and stage, when its last action ended.
-        reductions: in the order in which all ranks walk through them.
+        reductions: what is to be reduced.
         rows: per pipeline its number of ranks, where a rank has several stages; stage s is on rank s % ranks.
-
-    Returns:
-        Seconds of the whole step.
     """
-    graph = TaskGraph()
-    ports: dict[tuple[int, int], int] = {}
-    done: dict[tuple[int, int], int] = {}
-    for pipeline, ends in enumerate(stage_end_s):
-        ranks = len(ends) if rows is None else rows[pipeline]
-        for stage, end in enumerate(ends):
-            key = pipeline, stage % ranks
-            if key not in ports:
-                ports[key] = graph.add_resource(f"port of rank {key[1]} of pipeline {pipeline}")
-            done[pipeline, stage] = graph.add_task(f"stage {stage} of pipeline {pipeline}", (), end)
-    for index, reduction in enumerate(reductions):
-        held = [
-            ports[pipeline, stage % (len(stage_end_s[pipeline]) if rows is None else rows[pipeline])]
-            for pipeline, stage in reduction.owners
-        ]
-        graph.add_task(f"reduction {index}", held, reduction.seconds, [done[owner] for owner in reduction.owners])
-    return graph.run().makespan_s
+    free: dict[tuple[int, int], float] = {}
+    ranks = [len(ends) for ends in stage_end_s] if rows is None else list(rows)
+    held = [[(pipeline, stage % ranks[pipeline]) for pipeline, stage in each.owners] for each in reductions]
+    done = [max(stage_end_s[pipeline][stage] for pipeline, stage in each.owners) for each in reductions]
+    heap = [(done[index], -each.seconds, index) for index, each in enumerate(reductions)]
+    heapq.heapify(heap)
+    order = []
+    step = max(max(ends) for ends in stage_end_s)
+    while heap:
+        begin, _, index = heap[0]
+        possible = max(done[index], max(free.get(port, 0.0) for port in held[index]))
+        if possible > begin:
+            heapq.heapreplace(heap, (possible, -reductions[index].seconds, index))
+            continue
+        heapq.heappop(heap)
+        end = begin + reductions[index].seconds
+        free.update(dict.fromkeys(held[index], end))
+        step = max(step, end)
+        order.append(index)
+    return ReductionTimeline(step, tuple(order))
