@@ -117,7 +117,7 @@ class Rehearsal:
         return values.requires_grad_(shape.requires_grad)
 
     def _random_state_kept(self) -> Any:
-        devices = [self.device.index or 0] if self.device.type == "cuda" else []
+        devices = [self.device] if self.device.type == "cuda" else []
         return torch.random.fork_rng(devices)
 
 

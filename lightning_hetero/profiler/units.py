@@ -74,6 +74,8 @@ def profile_units(
     """
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     _check(where, micro_batches, repeats)
+    if where == torch.device("cuda"):  # without an index: the current one
+        where = torch.device("cuda", torch.cuda.current_device())
     counted = count_units(model, inputs, dtype=dtype, loss=loss, wrap=wrap)
     costs = costs_of(counted, name or type(model).__name__, inputs, dtype)
     runs = _Runs(counted, model, where, dtype, sorted(set(micro_batches)), repeats, wrap)

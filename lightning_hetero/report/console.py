@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-WIDTH = 150
+WIDTH = 180
 """columns where the output is no terminal"""
 
 
