@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from tests.harness.pool import WarmRanks
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The same warnings are ignored here and in the ranks."""
+    """The same warnings are ignored here and in the ranks; nothing measured is kept from test to test."""
+    os.environ["LIGHTNING_HETERO_CACHE"] = "off"
     for text in IGNORED_WARNINGS:
         config.addinivalue_line("filterwarnings", text)
 

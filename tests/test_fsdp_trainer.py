@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import BasePredictionWriter, EarlyStopping, ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from lightning_hetero.cluster import Cluster, Device
+from lightning_hetero.strategies import HeteroFSDPStrategy
 from tests.fits import Recorder
 from tests.harness import WarmRanks
-from tests.odd_fits import Configured, Manual, Plain, Scheduled, loaders, outcome, points, trainer_for
+from tests.odd_fits import Configured, Manual, Plain, Said, Scheduled, loaders, outcome, points, trainer_for
 from tests.test_fsdp_exactness import alike
 
 SHARES = (3, 1)
@@ -220,3 +227,48 @@ def fit_twice(batches: tuple[int, int]) -> list[tuple[int | None, int]]:
 
 def test_a_second_fit_takes_its_own_loaders_batch(ranks: WarmRanks) -> None:
     assert ranks.run(2, fit_twice, (4, 12)) == [[(4, 4), (12, 12)]] * 2
+
+
+class Counted(Plain):
+    """Counts its steps in what is not restored after probing."""
+
+    def __init__(self, width: int, calls: list[int]) -> None:
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
+        self.note = calls.append
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.note(len(batch[0]))
+        return super().training_step(batch, batch_idx)
+
+
+def fit_measured(folder: str, width: int) -> tuple[int, tuple[int, ...], list[str]]:
+    os.environ["LIGHTNING_HETERO_CACHE"] = folder
+    torch.manual_seed(8)
+    calls: list[int] = []
+    cluster = Cluster("two", tuple(Device("d", "n", 2**30, speed) for speed in (5e9, 2e9)), emulate=True)
+    trainer = pl.Trainer(
+        strategy=HeteroFSDPStrategy(cluster, check_loss="off", summary=False),
+        devices=2,
+        max_steps=2,
+        precision="64-true",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    with Said() as said:
+        trainer.fit(Counted(width, calls), DataLoader(points(24), batch_size=2))
+    return len(calls), trainer.strategy.plan.batch_shares, [text for text in said.infos if "earlier run" in text]
+
+
+def test_what_was_measured_is_measured_once(ranks: WarmRanks, tmp_path: Path) -> None:
+    first = ranks.run(2, fit_measured, str(tmp_path), 8)
+    again = ranks.run(2, fit_measured, str(tmp_path), 8)
+    other = ranks.run(2, fit_measured, str(tmp_path), 9)
+    for rank in range(2):
+        assert again[rank][0] < first[rank][0]
+        assert other[rank][0] == first[rank][0]
+        assert again[rank][1] == first[rank][1]
+    assert [len(result[0][2]) for result in (first, again, other)] == [0, 1, 0]
+    assert len(list(tmp_path.iterdir())) == 4

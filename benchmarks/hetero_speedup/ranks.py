@@ -183,10 +183,10 @@ def _keep_freed_memory() -> None:
 
 
 def _environment(rank: int, world_size: int, port: int, run: str) -> dict[str, str]:
+    alone = {"OMP_NUM_THREADS": "1", "LIGHTNING_HETERO_CACHE": "off"}
     if world_size == 1:
-        return {"OMP_NUM_THREADS": "1"}
-    return {
-        "OMP_NUM_THREADS": "1",
+        return alone
+    return alone | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),

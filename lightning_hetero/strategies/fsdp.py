@@ -118,7 +118,7 @@ class HeteroFSDPStrategy(HeteroStrategy):
         self._full_steps = (False, False)  # whether the step before and the one at hand have a whole global batch
         self._batch: Any = None
         self._reduce_scatter: OverlappedReduceScatter | None = None
-        self._costs = read_costs(costs)
+        self.costs = read_costs(costs)
         self.flops_per_sample: float | None = None
         self._opening = Opening(self, check_loss, count_flops=summary)
 
@@ -163,8 +163,8 @@ class HeteroFSDPStrategy(HeteroStrategy):
     def _shard(self, module: pl.LightningModule) -> None:
         assert self.cluster is not None
         units = find_units(module, self._wrap)
-        self._reshard_now = self._decide_reshard(module)
-        shard_module(module, units, self._mesh, self.root_device, reshard_after_forward=self._reshard_now)
+        self.reshards = self._decide_reshard(module)
+        shard_module(module, units, self._mesh, self.root_device, reshard_after_forward=self.reshards)
         register_steps(module)
         self.model_to_device()
         # between forward and backward, module.parameters() may be the gathered ones, without the gradients
@@ -184,7 +184,7 @@ class HeteroFSDPStrategy(HeteroStrategy):
             )
         emulated = self.cluster.devices[self.global_rank] if self.cluster.emulate else None
         self.instruments = Instruments(
-            module, units, self.root_device, self.global_rank, emulated=emulated, costs=self._costs
+            module, units, self.root_device, self.global_rank, emulated=emulated, costs=self.costs
         )
 
     def _decide_reshard(self, module: pl.LightningModule) -> bool:
@@ -229,14 +229,14 @@ class HeteroFSDPStrategy(HeteroStrategy):
         """Return the plan by declared speeds: what holds until ranks are measured."""
         assert self.cluster is not None
         return planning.declared_plan(
-            self.cluster, self._model_key, global_batch_size, reshard_after_forward=self._reshard_now
+            self.cluster, self._model_key, global_batch_size, reshard_after_forward=self.reshards
         )
 
     def plan_from(self, global_batch_size: int, costs: planning.Costs) -> ShardPlan:
         """Return the fastest plan by what the ranks measured."""
         assert self.cluster is not None
         return planning.plan_from(
-            self.cluster, self._model_key, global_batch_size, costs, reshard_after_forward=self._reshard_now
+            self.cluster, self._model_key, global_batch_size, costs, reshard_after_forward=self.reshards
         )
 
     # -- start of a fit ------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -11,10 +11,11 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_hetero.data import KeptLoader, UnevenLoader
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.plan import ShardPlan
+from lightning_hetero.profiler.cache import CacheKey, MeasurementCache
 from lightning_hetero.strategies import lightning_adapter, planning
 from lightning_hetero.strategies.first_batch import FirstBatch
 from lightning_hetero.strategies.loss_check import batch_norm_problem, check_mean_loss, combine_findings
-from lightning_hetero.strategies.probe import measure_rank
+from lightning_hetero.strategies.probe import RankMeasurement, measure_rank
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.fsdp import HeteroFSDPStrategy
@@ -91,14 +92,60 @@ class Opening:
     def _measured_plan(self, first: FirstBatch, global_batch_size: int) -> ShardPlan:
         strategy = self._strategy
         assert strategy.cluster is not None
-        own = measure_rank(
-            first.measure_step,
-            max_samples=max(1, global_batch_size // strategy.world_size),
-            capacity_bytes=strategy.cluster.devices[strategy.global_rank].memory_bytes,
-            resident_bytes=planning.local_bytes(self._module.parameters()),
-        )
+        own = self._measurement(first, max_samples=max(1, global_batch_size // strategy.world_size))
         if own.base_bytes is not None:
             own = replace(own, base_bytes=own.base_bytes + planning.state_to_come_bytes(strategy.optimizers))
         costs = planning.pool_measurements(strategy.gather_objects(own), strategy.cluster.device_types())
         plan: ShardPlan = strategy.broadcast(strategy.plan_from(global_batch_size, costs))
         return plan
+
+    def _measurement(self, first: FirstBatch, max_samples: int) -> RankMeasurement:
+        """Return what this rank measures, or what it measured in an earlier run (a collective)."""
+        strategy = self._strategy
+        assert strategy.cluster is not None
+        # what else a CPU has to do changes from run to run, and nothing tells
+        cache = MeasurementCache("off" if strategy.root_device.type == "cpu" and not strategy.cluster.emulate else None)
+        key = self._cache_key(first, max_samples)
+        kept = cache.load(key, RankMeasurement)
+        if min(strategy.gather_numbers(int(kept is not None))):  # measuring is collective: all ranks or none
+            assert kept is not None
+            rank_zero_info(f"hetero_fsdp: the ranks' speeds are those measured in an earlier run ({cache.folder})")
+            return kept
+        own = measure_rank(
+            first.measure_step,
+            max_samples,
+            capacity_bytes=strategy.cluster.devices[strategy.global_rank].memory_bytes,
+            resident_bytes=planning.local_bytes(self._module.parameters()),
+        )
+        cache.store(key, asdict(own))
+        return own
+
+    def _cache_key(self, first: FirstBatch, max_samples: int) -> CacheKey:
+        strategy, module = self._strategy, self._module
+        assert strategy.cluster is not None
+        device = strategy.cluster.devices[strategy.global_rank]
+        return CacheKey.of(
+            type(module).__name__,
+            module,
+            first.batch(1),
+            dtype=str(strategy.precision_plugin.precision),
+            device=device,
+            emulate=strategy.cluster.emulate,
+            conditions={
+                "ranks": strategy.world_size,
+                "max_samples": max_samples,
+                "memory_bytes": device.memory_bytes,
+                "reshard_after_forward": strategy.reshards,
+                "step": _code_of(type(module).training_step),
+                "costs": strategy.costs,
+            },
+        )
+
+
+def _code_of(function: Any) -> str:
+    """Return what tells one function's code from another's, the same in every process."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return repr(type(function))
+    plain = [constant for constant in code.co_consts if isinstance(constant, str | int | float | bool | None)]
+    return repr((code.co_code.hex(), code.co_names, plain))

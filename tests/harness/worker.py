@@ -57,6 +57,7 @@ def rank_environment(rank: int, job: Job) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "OMP_NUM_THREADS": "1",
+        "LIGHTNING_HETERO_CACHE": "off",
     }
 
 
