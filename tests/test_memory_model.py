@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from lightning_hetero.costs import UnitCost
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.simulator import MemoryPoint, RankMemory, StateBytes, shard_memory
+from lightning_hetero.simulator.sharded_memory import GLOO_BUFFERS
 
 
 def unit(name, parameters, kept=0, output=0):
@@ -24,42 +25,109 @@ def test_by_hand_in_a_group_of_three():
     """Shards of 34 + 14 + 20 = 68 parameters; parameter and moments 12 bytes each, gradient 4."""
     found = points(shard_memory(BLOCKS, 3))
     states = 68 * 12
+    full = 68 * 16  # with the gradients of the step before
     assert found == {
-        # gathered: the unit and the larger of its copy and the next unit
-        ("forward", "a"): (states + (100 + 100) * 4, 7),
-        ("forward", "b"): (states + (40 + 60) * 4, 12),
-        ("forward", "c"): (states + (60 + 60) * 4, 23),
-        # unit and its gradient, the previous unit, gradients sharded so far; gradients of output and input
-        ("backward", "c"): (states + 20 * 4 + (60 + 60 + 40) * 4, 23 + 1 + 3),
-        ("backward", "b"): (states + 34 * 4 + (40 + 40 + 100) * 4, 12 + 3 + 2),
-        ("backward", "a"): (states + 68 * 4 + (100 + 100) * 4, 7 + 2),
+        # what was gathered and its copy; then the unit and the next one; activations up to it
+        ("gather in forward", "a"): (full + 2 * 100 * 4, 0),
+        ("forward", "a"): (full + (100 + 40) * 4, 7),
+        ("gather in forward", "b"): (full + 2 * 40 * 4, 7),
+        ("forward", "b"): (full + (40 + 60) * 4, 12),
+        ("gather in forward", "c"): (full + 2 * 60 * 4, 12),
+        ("forward", "c"): (full + 60 * 4, 23),
+        # unit, its gradient, the previous unit; gradients sharded so far, the one on its way; gradients of output and
+        # input; then the gradient and its copy in place of the unit, whose activations are gone
+        ("gather in backward", "c"): (states + 2 * 60 * 4, 23 + 1),
+        ("backward", "c"): (states + (60 + 60 + 40) * 4, 23 + 1 + 3),
+        ("reduce", "c"): (states + 20 * 4 + 40 * 4 + 2 * 60 * 4, 12 + 3),
+        ("gather in backward", "b"): (states + 20 * 4 + 2 * 40 * 4 + 60 * 4, 12 + 3),
+        ("backward", "b"): (states + 20 * 4 + (40 + 40 + 100) * 4 + 60 * 4, 12 + 3 + 2),
+        ("reduce", "b"): (states + 34 * 4 + 100 * 4 + 2 * 40 * 4, 7 + 2),
+        ("gather in backward", "a"): (states + 34 * 4 + 2 * 100 * 4 + 40 * 4, 7 + 2),
+        ("backward", "a"): (states + 34 * 4 + (100 + 100) * 4 + 40 * 4, 7 + 2),
+        ("reduce", "a"): (states + 68 * 4 + 2 * 100 * 4, 0),
         ("step", ""): (states + 68 * 4, 0),
     }
 
 
 def test_without_prefetch_nothing_waits():
     found = points(shard_memory(BLOCKS, 3, prefetch=False))
-    assert found["forward", "b"][0] == 68 * 12 + (40 + 40) * 4
-    assert found["backward", "b"][0] == 68 * 12 + 34 * 4 + (40 + 40) * 4
+    assert found["forward", "b"][0] == 68 * 16 + 40 * 4
+    assert found["backward", "b"][0] == 68 * 12 + 20 * 4 + (40 + 40) * 4 + 60 * 4
 
 
 def test_parameters_kept_after_forward():
     found = points(shard_memory(BLOCKS, 3, reshard_after_forward=False))
-    assert found["forward", "c"][0] == 68 * 12 + (200 + 60) * 4
-    assert found["backward", "c"][0] == 68 * 12 + 20 * 4 + (200 + 60) * 4
+    assert found["forward", "b"][0] == 68 * 16 + (100 + 40 + 60) * 4
+    assert found["gather in forward", "c"][0] == 68 * 16 + (140 + 2 * 60) * 4
+    assert found["backward", "c"][0] == 68 * 12 + (200 + 60) * 4
+    assert found["backward", "b"][0] == 68 * 12 + 20 * 4 + (140 + 40) * 4 + 60 * 4
+    assert found == points(shard_memory(BLOCKS, 3, mode="SHARD_GRAD_OP"))
+    assert ("gather in backward", "c") not in found
 
 
 def test_the_root_stays_gathered():
     found = points(shard_memory(BLOCKS, 3, root=["a"]))
-    assert found["forward", "a"][0] == 68 * 12 + 100 * 4 + 40 * 4
-    assert found["backward", "b"][0] == 68 * 12 + 34 * 4 + (100 + 100) * 4 + (40 + 40) * 4
+    assert found["forward", "a"][0] == 68 * 16 + 100 * 4 + 40 * 4
+    assert found["backward", "b"][0] == 68 * 12 + 20 * 4 + (100 + 100) * 4 + (40 + 40) * 4 + 60 * 4
+    assert found["reduce", "root"][0] == 68 * 16 + 2 * 100 * 4
+    assert ("reduce", "a") not in found
+
+
+def test_replicated():
+    """Everything whole, nothing to gather; a gradient's copy is on its way while the next one comes to be."""
+    found = points(shard_memory(BLOCKS, 3, mode="NO_SHARD"))
+    assert found["forward", "a"] == (200 * 16, 7)
+    assert found["backward", "b"] == (200 * 12 + 60 * 4 + 40 * 4 + 60 * 4, 17)
+    assert found["reduce", "b"] == (200 * 12 + 100 * 4 + 40 * 4, 9)
+    assert not any(phase.startswith("gather") for phase, _ in found)
+    assert found == points(shard_memory(BLOCKS, 1, mode="NO_SHARD"))
+
+
+def test_gradients_on_their_way():
+    found = points(shard_memory(BLOCKS, 3, buffers=GLOO_BUFFERS))
+    states = 68 * 12
+    assert found["backward", "a"][0] == states + 34 * 4 + (100 + 100) * 4 + (40 + 60) * 4
+    # two on their way, the third one sent, and the copy of the first, whose end is waited for
+    assert found["reduce", "a"][0] == states + 68 * 4 + (40 + 60) * 4 + 100 * 4 + max(100, 60) * 4
+
+
+def test_checkpointing_keeps_inputs():
+    found = points(shard_memory(BLOCKS, 3, checkpointing=True))
+    # the inputs are the outputs of the unit before: none, 2, 3
+    assert [found["forward", name][1] for name in "abc"] == [0, 2, 5]
+    # what c keeps comes back beside the inputs of a and b
+    assert found["backward", "c"][1] == (0 + 2 + 11) + 1 + 3
+    assert found["reduce", "c"][1] == 2 + 3
+    plain = points(shard_memory(BLOCKS, 3))
+    assert {key: fixed for key, (fixed, _) in found.items()} == {key: fixed for key, (fixed, _) in plain.items()}
+
+
+def test_the_root_is_not_checkpointed():
+    found = points(shard_memory(BLOCKS, 3, root=["c"], checkpointing=True))
+    assert [found["forward", name][1] for name in "abc"] == [0, 2, 2 + 11]
+
+
+def test_the_loss():
+    found = points(shard_memory(BLOCKS, 3, loss_bytes=9))
+    assert found["loss", ""] == (68 * 16, 23 + 9)
+    assert points(shard_memory(BLOCKS, 3, loss_bytes=9, mode="SHARD_GRAD_OP"))["loss", ""] == (68 * 16 + 800, 23 + 9)
+
+
+def test_accumulation_keeps_all_gradients():
+    found = points(shard_memory(BLOCKS, 3, accumulates=True))
+    plain = points(shard_memory(BLOCKS, 3))
+    assert found["backward", "c"][0] == plain["backward", "c"][0] + 68 * 4
+    # what has just been reduced is added to what is there
+    assert found["reduce", "c"][0] == 68 * 16 + 20 * 4 + 40 * 4 + 2 * 60 * 4
+    assert found["forward", "c"] == plain["forward", "c"]
 
 
 def test_mixed_precision():
     """16-bit gathered parameters and gradients, 32-bit reduction: the reduce-scatter's copy is the larger."""
     found = points(shard_memory([unit("a", 100)], 1, state=StateBytes(gathered=2, reduced=4)))
-    assert found["forward", "a"][0] == 100 * 12 + 200 * 2
-    assert found["backward", "a"][0] == 100 * 12 + 100 * 4 + 100 * (2 + 4)
+    assert found["gather in forward", "a"][0] == 100 * 16 + 200 * 2
+    assert found["backward", "a"][0] == 100 * 12 + 100 * (2 + 2)
+    assert found["reduce", "a"][0] == 100 * 12 + 100 * 4 + 100 * (2 + 4)
 
 
 def test_temporaries_of_the_optimizer():
@@ -109,6 +177,8 @@ def test_larger_groups_and_fewer_samples_never_need_more(units, group_size, samp
     assert memory.peak_bytes(samples) <= shard_memory(units, group_size, reshard_after_forward=False).peak_bytes(
         samples
     )
+    assert shard_memory(units, group_size, checkpointing=True).peak_bytes(samples) <= memory.peak_bytes(samples)
+    assert memory.peak_bytes(samples) <= shard_memory(units, group_size, accumulates=True).peak_bytes(samples)
     # Never below what must be there at once: states with gradients, and the largest unit with its gradient.
     total = sum(each.parameters for each in units)
     assert memory.peak_bytes(0) >= 16 * total / group_size
@@ -117,7 +187,7 @@ def test_larger_groups_and_fewer_samples_never_need_more(units, group_size, samp
 
 def test_malformed_arguments():
     with pytest.raises(HeteroError) as caught:
-        shard_memory([], 0, root=["x"])
-    assert str(caught.value).count("\n  - ") == 3
+        shard_memory([], 0, root=["x"], mode="HYBRID")
+    assert str(caught.value).count("\n  - ") == 4
     with pytest.raises(HeteroError, match="optimizer is -8"):
         StateBytes(optimizer=-8)

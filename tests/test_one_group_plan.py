@@ -123,12 +123,13 @@ def test_a_unit_that_fits_no_device():
         plan_one_group(CLUSTER, global_batch_size=8, seconds_per_sample=SECONDS, memory=[shard_memory(units, 4)] * 4)
     problems = str(caught.value).splitlines()[1:]
     assert len(problems) == 4
-    # 250 million parameters a rank with 12 bytes of states and 4 of gradient; the whole unit and its
-    # gradient, 4 bytes each; a few bytes of the small unit and of activations are within the tolerance.
+    # 250 million parameters a rank with 12 bytes of states and 4 of gradient; the whole unit's gradient
+    # and the copy of it that is sent, 4 bytes each; a few bytes of the small unit and of activations are within
+    # the tolerance.
     needed = 250_000_000 * 16 + 10**9 * 8
     for rank, problem in enumerate(problems):
         assert f"rank {rank} (" in problem
-        assert "backward of unit 'blocks.0', 1 sample" in problem
+        assert "reduce of unit 'blocks.0', 1 sample" in problem
         assert "2 GiB are free" in problem
         assert "add ranks to share the states" in problem
         missing = int(problem.split(" bytes) are missing")[0].rpartition("(")[2])

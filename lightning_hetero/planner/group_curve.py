@@ -1,0 +1,275 @@
+"""How many samples a shard group can do in a given time, over all that it may choose.
+
+A group chooses its sharding mode, which ranks checkpoint, and its number of micro-batches. For a mode and a choice of
+checkpointing, a :class:`Curve` holds the micro-batches that are worth running: every rank takes one sample at first,
+then the rank that would be finished first with one more takes it (the exact split of :func:`split_batch`), until
+memory is full. Each point of the curve has the seconds of one micro-batch in lock-step, its communication included.
+With m micro-batches, all of them take a point of the curve and some of them the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_hetero.costs import ModelCosts
+from lightning_hetero.planner.kinds import GroupSpec, Kinds
+from lightning_hetero.simulator.comm import Network
+from lightning_hetero.simulator.memory import StateBytes
+from lightning_hetero.simulator.shard_prediction import group_memory
+from lightning_hetero.simulator.shard_step import Floats, Traffic, lock_step_s
+
+Ints = NDArray[np.int64]
+
+_MAX_CHOICES = 16
+"""the most ways in which the kinds of a group may be divided into checkpointing ones and others"""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a group does.
+
+    Args:
+        mode: its sharding mode.
+        checkpointing: for each kind in the group.
+        micro_batches: of a step.
+        samples: of each kind, the most samples of one of its ranks in the step.
+    """
+
+    mode: str
+    checkpointing: tuple[bool, ...]
+    micro_batches: int
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The micro-batches of a group under one mode and choice of checkpointing.
+
+    Args:
+        mode: sharding mode.
+        checkpointing: for each kind in the group.
+        accumulates: whether the memory was counted for more than one micro-batch.
+        seconds: of one micro-batch, increasing.
+        capacity: samples of the group in it.
+        samples: shape (points, kinds), of a rank of each kind in it.
+        full: whether memory ends the curve; otherwise it goes on beyond what is asked for.
+    """
+
+    mode: str
+    checkpointing: tuple[bool, ...]
+    accumulates: bool
+    seconds: Floats
+    capacity: Ints
+    samples: Ints
+    full: bool
+
+    def within(self, step_s: Floats, micro_batches: Ints) -> Ints:
+        """The most samples that a group can do in ``step_s`` seconds.
+
+        Args:
+            step_s: shape (times,).
+            micro_batches: shape (numbers,).
+
+        Returns:
+            Shape (numbers, times); -1 where not even one sample a rank and micro-batch is done in time.
+        """
+        counts = micro_batches[:, np.newaxis]
+        at = np.searchsorted(self.seconds, step_s / counts * (1 + 1e-12), side="right") - 1
+        last = len(self.seconds) - 1
+        here, beyond = np.maximum(at, 0), np.minimum(at + 1, last)
+        more_s = self.seconds[beyond] - self.seconds[here]
+        left_s = step_s - counts * self.seconds[here]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            larger = np.where(more_s > 0, np.floor(left_s / more_s * (1 + 1e-12)), 0)
+        larger = np.clip(larger, 0, counts - 1).astype(np.int64)
+        done = counts * self.capacity[here] + larger * (self.capacity[beyond] - self.capacity[here])
+        return np.where(at < 0, -1, done)
+
+    def choice(self, step_s: float, micro_batches: int) -> Choice:
+        """What the group does in ``step_s`` seconds with so many micro-batches; it must be able to."""
+        at = max(0, int(np.searchsorted(self.seconds, step_s / micro_batches * (1 + 1e-12), side="right")) - 1)
+        beyond = min(at + 1, len(self.seconds) - 1)
+        more_s = float(self.seconds[beyond] - self.seconds[at])
+        left_s = step_s - micro_batches * float(self.seconds[at])
+        larger = min(int(left_s / more_s * (1 + 1e-12)), micro_batches - 1) if more_s > 0 else 0
+        larger = max(0, larger)
+        samples = micro_batches * self.samples[at] + larger * (self.samples[beyond] - self.samples[at])
+        return Choice(self.mode, self.checkpointing, micro_batches, tuple(samples.tolist()))
+
+
+class Curves:
+    """The curves of all groups of a cluster, made when they are asked for.
+
+    Args:
+        kinds: of the cluster's ranks.
+        costs: of the model.
+        state: bytes per parameter.
+        network: the links.
+        global_batch_size: samples of a step.
+        modes: sharding modes that may be used.
+        checkpointing: whether ranks may checkpoint.
+        accumulate: whether groups may run more than one micro-batch.
+    """
+
+    def __init__(
+        self,
+        kinds: Kinds,
+        costs: ModelCosts,
+        state: StateBytes,
+        network: Network,
+        global_batch_size: int,
+        modes: Iterable[str],
+        checkpointing: bool,
+        accumulate: bool,
+    ) -> None:
+        self.kinds, self.costs, self.state, self.network = kinds, costs, state, network
+        self.global_batch_size = global_batch_size
+        self.modes = tuple(modes)
+        self.checkpointing, self.accumulate = checkpointing, accumulate
+        self.limit_s = np.inf
+        self._curves: dict[GroupSpec, tuple[Curve, ...]] = {}
+        self._most: dict[tuple[int, int, str, bool, bool], int] = {}
+        self._points: dict[tuple[int, str, bool, bool], tuple[Floats, Floats]] = {}
+        self._parameters = costs.parameters
+        self._traffic: dict[tuple[object, ...], Traffic] = {}
+
+    def set_limit_s(self, limit_s: float) -> None:
+        """Make curves end at micro-batches of so many seconds; those made before are forgotten."""
+        self.limit_s = limit_s
+        self._curves.clear()
+
+    def of(self, spec: GroupSpec) -> tuple[Curve, ...]:
+        """The curves of a group that are worth it; none if no rank can take a sample in any way."""
+        if spec not in self._curves:
+            self._curves[spec] = tuple(self._make(spec))
+        return self._curves[spec]
+
+    def max_samples(self, kind: int, size: int, mode: str, checkpointing: bool, accumulates: bool) -> int:
+        """The most samples of a micro-batch that fit a rank's memory, at most the global batch; -1 if not even 0 do."""
+        key = (kind, size, mode, checkpointing, accumulates)
+        if key not in self._most:
+            memory_bytes = self.kinds.kinds[kind].memory_bytes
+            # Most groups of a large model on small devices are told at once.
+            fits = self._states_bytes(size, mode) <= memory_bytes
+            self._most[key] = self._within(memory_bytes, key[1:]) if fits else -1
+        return self._most[key]
+
+    def _within(self, memory_bytes: int, how: tuple[int, str, bool, bool]) -> int:
+        if how not in self._points:
+            points = group_memory(self.costs, self.state, *how).points
+            fixed = np.array([float(point.fixed_bytes) for point in points])
+            self._points[how] = (fixed, np.array([point.bytes_per_sample for point in points]))
+        fixed, per_sample = self._points[how]
+        free = memory_bytes - fixed
+        if free.min() < 0:
+            return -1
+        growing = per_sample > 0
+        if not growing.any():
+            return self.global_batch_size
+        most = int(np.floor(free[growing] / per_sample[growing]).min())
+        # As MemoryPoint does, which rounds up: whole bytes that are free hold what rounds up to them.
+        while most > 0 and bool((np.ceil(per_sample * most) > free).any()):
+            most -= 1
+        return min(most, self.global_batch_size)
+
+    def _states_bytes(self, size: int, mode: str) -> float:
+        """Bytes of parameters, gradients and optimizer state, at least."""
+        per_parameter = self.state.parameter + self.state.gradient + self.state.optimizer
+        return self._parameters / (1 if mode == "NO_SHARD" else size) * per_parameter
+
+    def traffic(self, spec: GroupSpec, mode: str) -> Traffic:
+        """Seconds of a group's communication."""
+        key = (mode, spec.spread)
+        if key not in self._traffic:
+            self._traffic[key] = Traffic.of(self.costs, self.state, self.network, spec.spread, mode)
+        return self._traffic[key]
+
+    def modes_of(self, size: int) -> tuple[str, ...]:
+        """Modes that are worth it for a group of this size, faster ones first."""
+        if size == 1 and "NO_SHARD" in self.modes:
+            # Alone, the others gather copies of what is there already.
+            return ("NO_SHARD",)
+        # A group of replicas is no group: each of them alone is as fast, and freer.
+        sharding = tuple(mode for mode in ("SHARD_GRAD_OP", "FULL_SHARD") if mode in self.modes)
+        return sharding or self.modes
+
+    def _make(self, spec: GroupSpec) -> Iterator[Curve]:
+        for mode in self.modes_of(spec.size):
+            plain = (False,) * len(spec.counts)
+            once = self._curve(spec, mode, plain, False)
+            if once is not None:
+                yield once
+                if not once.full:
+                    return  # nothing that saves memory can be faster
+            for checkpointing in self._checkpointings(spec, mode):
+                if any(checkpointing):
+                    once = self._curve(spec, mode, checkpointing, False)
+                    if once is not None:
+                        yield once
+                if self.accumulate and (once is None or once.full):
+                    several = self._curve(spec, mode, checkpointing, True)
+                    if several is not None:
+                        yield several
+
+    def _checkpointings(self, spec: GroupSpec, mode: str) -> list[tuple[bool, ...]]:
+        """Which kinds checkpoint: all choices among those that memory limits without."""
+        limited = []
+        for (kind, count), top in zip(spec.counts, self._tops(spec), strict=True):
+            most = self.max_samples(kind, spec.size, mode, False, self.accumulate)
+            limited.append(self.checkpointing and most < min(top, -(-self.global_batch_size // count)))
+        if 2 ** sum(limited) > _MAX_CHOICES:
+            return [(False,) * len(limited), tuple(limited)]
+        choices = product(*((False, True) if is_limited else (False,) for is_limited in limited))
+        return sorted(choices, key=sum)
+
+    def _tops(self, spec: GroupSpec) -> list[int]:
+        """For each kind the most samples of a micro-batch that the limit of seconds lets one of its ranks do."""
+        tops = []
+        for kind, _ in spec.counts:
+            plain = self.kinds.kinds[kind].plain
+            if not np.isfinite(self.limit_s):
+                tops.append(self.global_batch_size)
+                continue
+            # one beyond the limit, so that the curve tells what the next sample would take
+            tops.append(max(1, int((self.limit_s - plain.fixed_s) / plain.per_sample_s) + 2))
+        return tops
+
+    def _curve(self, spec: GroupSpec, mode: str, checkpointing: tuple[bool, ...], accumulates: bool) -> Curve | None:
+        most = []
+        for (kind, _), again in zip(spec.counts, checkpointing, strict=True):
+            most.append(self.max_samples(kind, spec.size, mode, again, accumulates))
+            if most[-1] < 1:
+                return None
+        passes = [
+            self.kinds.kinds[kind].passes(again) for (kind, _), again in zip(spec.counts, checkpointing, strict=True)
+        ]
+        ranks = np.array([count for _, count in spec.counts])
+        lines = [(each.fixed_s, each.per_sample_s) for each in passes]
+        samples, full = self._path(lines, most, self._tops(spec), ranks)
+        seconds = lock_step_s(passes, samples, self.traffic(spec, mode))
+        return Curve(mode, checkpointing, accumulates, seconds, samples @ ranks, samples, full)
+
+    def _path(
+        self, lines: list[tuple[float, float]], most: list[int], tops: list[int], ranks: Ints
+    ) -> tuple[Ints, bool]:
+        """Samples of each kind, point after point, and whether memory ends them."""
+        batch = self.global_batch_size
+        levels, steps, full = [], [], False
+        for index, ((fixed_s, per_sample_s), limit) in enumerate(zip(lines, most, strict=True)):
+            asked = min(tops[index], max(1, -(-batch // int(ranks[index]))))
+            full = full or limit < asked
+            levels.append(fixed_s + per_sample_s * np.arange(2, min(asked, limit) + 1))
+            steps.append(np.full(len(levels[-1]), index))
+        order = np.argsort(np.concatenate(levels), kind="stable")
+        which = np.concatenate(steps)[order]
+        samples = np.ones((len(which) + 1, len(lines)), dtype=np.int64)
+        for index in range(len(lines)):
+            samples[1:, index] += np.cumsum(which == index)
+        # Nothing is asked for beyond the global batch.
+        enough = int(np.searchsorted(samples @ ranks, batch)) + 1
+        return samples[:enough], full

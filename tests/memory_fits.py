@@ -1,0 +1,172 @@
+"""Fits whose memory is counted, and what their units keep: for the check of the memory formula."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_hetero.cluster import Cluster, Device
+from lightning_hetero.costs import UnitCost
+from lightning_hetero.models.units import find_units
+from lightning_hetero.plan import ShardPlan
+from lightning_hetero.strategies import HeteroFSDPStrategy
+
+PIXELS, CLASSES = 32, 10
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the transformer, and its shares."""
+
+    shares: tuple[int, ...]
+    depth: int = 6
+    width: int = 192
+    reshard: bool = True
+    precision: str = "32-true"
+    steps: int = 3
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.shares)
+
+
+def vit(size: Size) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = timm.models.VisionTransformer(
+        img_size=PIXELS,
+        patch_size=4,
+        in_chans=1,
+        num_classes=CLASSES,
+        embed_dim=size.width,
+        depth=size.depth,
+        num_heads=3,
+    )
+    return model
+
+
+class Classifier(pl.LightningModule):
+    """A plain module."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.model = vit(size)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        images, labels = batch
+        return F.cross_entropy(self.model(images), labels)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), foreach=False)
+
+
+class Peaks(pl.Callback):
+    """The peak of every step."""
+
+    def __init__(self) -> None:
+        self.bytes: list[int] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        strategy: Any = trainer.strategy
+        self.bytes.append(strategy.instruments.take_peak_bytes())
+
+
+def peaks_of_a_rank(size: Size) -> list[int]:
+    """Accounted peak bytes of this rank, step by step; runs in each rank."""
+    devices = tuple(Device("t", "n", 2**34, 1e13) for _ in size.shares)
+    plan = ShardPlan(
+        sum(size.shares),
+        size.shares,
+        (tuple(range(size.ranks)),),
+        ("t",) * size.ranks,
+        reshard_after_forward=size.reshard,
+    )
+    strategy = HeteroFSDPStrategy(
+        cluster=Cluster("c", devices, emulate=True), plan=plan, check_loss="off", summary=False, **size.options
+    )
+    samples = sum(size.shares) * size.steps
+    data = TensorDataset(torch.randn(samples, 1, PIXELS, PIXELS), torch.zeros(samples, dtype=torch.int64))
+    peaks = Peaks()
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=size.ranks,
+        max_epochs=1,
+        precision=size.precision,  # type: ignore[arg-type]
+        logger=False,
+        callbacks=[peaks],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(Classifier(size), DataLoader(data, batch_size=1))
+    return peaks.bytes
+
+
+def measured_units(size: Size, samples: int = 4) -> list[UnitCost]:
+    """What each unit keeps and passes on per sample, counted with ``saved_tensors_hooks``.
+
+    A storage counts with the unit in whose forward it was first kept; what is kept between two units counts with
+    the one before. Parameters, and the batch itself, count elsewhere.
+    """
+    module = Classifier(size)
+    units = find_units(module)
+    known = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    images = torch.randn(samples, 1, PIXELS, PIXELS)
+    known.add(images.untyped_storage().data_ptr())
+    kept, outputs = [0] * len(units), [0] * len(units)
+    alive: list[Tensor] = []  # so that no address is used twice
+    now = 0
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            known.add(storage.data_ptr())
+            kept[now] += storage.nbytes()
+        alive.append(tensor)
+        return tensor
+
+    def begin(index: int) -> Any:
+        def hook(*args: Any) -> None:
+            nonlocal now
+            now = index
+
+        return hook
+
+    def end(index: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            outputs[index] = output.untyped_storage().nbytes()
+
+        return hook
+
+    for index, unit in enumerate(units):
+        unit.module.register_forward_pre_hook(begin(index))
+        unit.module.register_forward_hook(end(index))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        alive.append(module.training_step((images, torch.zeros(samples, dtype=torch.int64)), 0))
+    return [
+        UnitCost(
+            unit.name,
+            sum(p.numel() for p in unit.module.parameters()),
+            0.0,
+            0.0,
+            kept[index] // samples,
+            outputs[index] // samples,
+            is_block=unit.is_block,
+        )
+        for index, unit in enumerate(units)
+    ]
+
+
+def parameters_outside_units(size: Size, units: Sequence[UnitCost]) -> int:
+    """Parameters of the model that no unit owns (class token, positions)."""
+    return sum(p.numel() for p in vit(size).parameters()) - sum(unit.parameters for unit in units)
