@@ -96,6 +96,12 @@ def search_designs(problem: Problem, space: Space) -> Found:
     return found
 
 
+def best_seconds(problem: Problem, space: Space) -> float:
+    """Seconds of the fastest design found; infinite if nothing fits."""
+    found = search_designs(problem, space)
+    return math.inf if found.best is None else found.tried[found.best].step_s
+
+
 def even_designs(problem: Problem, space: Space) -> list[Design]:
     """One pipeline over all devices in their order with equally many units each, for every size and policy."""
     world = len(problem.kinds)

@@ -24,6 +24,8 @@ from lightning_hetero.schedule import SCHEDULES
 _EXTRAS = (0, 1, 2)
 # Micro-batch sizes that are looked at; above, only some that are spread evenly on a logarithmic scale.
 _MOST_SIZES = 12
+# Up to here search_pipeline plans anew with each change that might help.
+_MOST_DEVICES_FOR_CHANGES = 8
 
 
 @dataclass(frozen=True)
@@ -86,18 +88,10 @@ def plan_pipeline(
             fit, found by planning them.
         HeteroError: if an argument is malformed, or seconds are not known, listing every problem.
     """
-    return search_pipeline(
-        cluster,
-        costs,
-        training,
-        micro_batch_size=micro_batch_size,
-        schedules=schedules,
-        stages_per_rank=stages_per_rank,
-        pipelines=pipelines,
-        activation_checkpointing=activation_checkpointing,
-        capacity_bytes=capacity_bytes,
-        model=model,
-    ).plan
+    request = _Request(
+        micro_batch_size, schedules, stages_per_rank, pipelines, activation_checkpointing, capacity_bytes, model
+    )
+    return _search(cluster, costs, training, request, plan_changes=False).plan
 
 
 def search_pipeline(
@@ -120,12 +114,37 @@ def search_pipeline(
         type. A closed form (the way of one micro-batch, and the slowest stage for each further one) ranks designs,
         with cuts that are exact for it under the memory of each stage; the best are simulated, and the search goes
         on from the best few to better neighbours. Where all designs are few (about 4 devices and 8 units), every one
-        that a bound does not rule out is simulated too, and the plan is the fastest of all of them.
+        that a bound does not rule out is simulated too, and the plan is the fastest of all of them. What would help is
+        found by planning with each change for up to 8 devices, else by simulating this plan with it.
     """
-    _check(training, micro_batch_size, schedules, pipelines, capacity_bytes, cluster)
-    problem = Problem(cluster, costs, training, unit_timings(costs, cluster), capacity_bytes)
-    sizes = micro_batch_sizes(training.global_batch_size) if micro_batch_size is None else (micro_batch_size,)
-    space = Space(sizes, policies_of(schedules, stages_per_rank, activation_checkpointing), pipelines)
+    request = _Request(
+        micro_batch_size, schedules, stages_per_rank, pipelines, activation_checkpointing, capacity_bytes, model
+    )
+    return _search(cluster, costs, training, request, plan_changes=cluster.world_size <= _MOST_DEVICES_FOR_CHANGES)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The keyword arguments of :func:`plan_pipeline`."""
+
+    micro_batch_size: int | None
+    schedules: Sequence[str]
+    stages_per_rank: int
+    pipelines: int | None
+    activation_checkpointing: bool
+    capacity_bytes: Sequence[int] | None
+    model: ModelKey | None
+
+
+def _search(
+    cluster: Cluster, costs: ModelCosts, training: Training, request: _Request, *, plan_changes: bool
+) -> PipelineSearch:
+    _check(cluster, training, request)
+    problem = Problem(cluster, costs, training, unit_timings(costs, cluster), request.capacity_bytes)
+    size = request.micro_batch_size
+    sizes = micro_batch_sizes(training.global_batch_size) if size is None else (size,)
+    policies = policies_of(request.schedules, request.stages_per_rank, request.activation_checkpointing)
+    space = Space(sizes, policies, request.pipelines)
     found = search_designs(problem, space)
     proven = prove_best(problem, space, found)
     if found.best is None:
@@ -133,8 +152,9 @@ def search_pipeline(
     bound_s = lower_bound_s(problem, sizes)
     even = [problem.evaluate(design).step_s for design in even_designs(problem, space)]
     even_s = min((seconds for seconds in even if math.isfinite(seconds)), default=None)
-    binding = binding_of(problem, found)
-    plan = _plan(problem, found, bound_s, model, reasons_of(problem, found, binding, bound_s, even_s, proven))
+    binding = binding_of(problem, found, space if plan_changes else None)
+    reasons = reasons_of(problem, found, binding, bound_s, even_s, proven)
+    plan = _plan(problem, found, bound_s, request.model, reasons)
     return PipelineSearch(plan, candidates_of(problem, found), binding, even_s)
 
 
@@ -169,29 +189,26 @@ def policies_of(schedules: Sequence[str], stages_per_rank: int, recompute: bool)
     return tuple(policies)
 
 
-def _check(
-    training: Training,
-    micro_batch_size: int | None,
-    schedules: Sequence[str],
-    pipelines: int | None,
-    capacity_bytes: Sequence[int] | None,
-    cluster: Cluster,
-) -> None:
+def _check(cluster: Cluster, training: Training, request: _Request) -> None:
     problems = []
-    batch = training.global_batch_size
-    if micro_batch_size is not None and not 1 <= micro_batch_size <= batch:
-        problems.append(f"micro_batch_size is {micro_batch_size}: give 1 to {batch} samples (the global batch)")
-    if not schedules:
+    batch, size, pipelines = training.global_batch_size, request.micro_batch_size, request.pipelines
+    if size is not None and not 1 <= size <= batch:
+        problems.append(f"micro_batch_size is {size}: give 1 to {batch} samples (the global batch)")
+    if not request.schedules:
         problems.append(f"schedules is empty: give some of {', '.join(SCHEDULES)}")
     problems += [
-        f"schedules holds {name!r}: give some of {', '.join(SCHEDULES)}" for name in schedules if name not in SCHEDULES
+        f"schedules holds {name!r}: give some of {', '.join(SCHEDULES)}"
+        for name in request.schedules
+        if name not in SCHEDULES
     ]
+    if request.stages_per_rank < 1:
+        problems.append(f"stages_per_rank is {request.stages_per_rank}: give 1 or more")
     if pipelines is not None and not 1 <= pipelines <= cluster.world_size:
         problems.append(f"pipelines is {pipelines}: give 1 to {cluster.world_size} (the number of ranks)")
-    if capacity_bytes is not None and len(capacity_bytes) != cluster.world_size:
+    if request.capacity_bytes is not None and len(request.capacity_bytes) != cluster.world_size:
         problems.append(
-            f"capacity_bytes has {len(capacity_bytes)} entries, cluster {cluster.name!r} has {cluster.world_size} "
-            "ranks: give one per rank"
+            f"capacity_bytes has {len(request.capacity_bytes)} entries, cluster {cluster.name!r} has "
+            f"{cluster.world_size} ranks: give one per rank"
         )
     raise_all(HeteroError, "the pipelines cannot be planned", problems)
 

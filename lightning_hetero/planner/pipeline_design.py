@@ -334,6 +334,14 @@ class Problem:
         cluster = replace(self.cluster, within_node=None, between_nodes=None)
         return Problem(cluster, self.costs, self.training, self.timings, self.capacity)
 
+    def with_more(self, kind: str, count: int) -> Problem:
+        """The same with more devices of a type, like the largest of that type and beside it on its node."""
+        like = max((r for r, each in enumerate(self.kinds) if each == kind), key=lambda r: self.capacity[r])
+        device = replace(self.cluster.devices[like], uuid=None)
+        cluster = replace(self.cluster, devices=(*self.cluster.devices, *(device,) * count))
+        capacity = (*self.capacity, *(self.capacity[like],) * count)
+        return Problem(cluster, self.costs, self.training, self.timings, capacity)
+
     def without_memory_limit(self) -> Problem:
         """The same with devices of endless memory."""
         return Problem(self.cluster, self.costs, self.training, self.timings, [float("inf")] * len(self.capacity))

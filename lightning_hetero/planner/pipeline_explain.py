@@ -8,11 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lightning_hetero.costs import UnitTiming
-from lightning_hetero.planner.design_search import Found
+from lightning_hetero.planner.design_search import Found, Space, best_seconds
 from lightning_hetero.planner.pipeline_design import Design, Outcome, PipelineDesign, Problem
 from lightning_hetero.units import format_bytes, format_seconds
 
 _MOST_CANDIDATES = 40
+_COUNTS = 0.05
+_FREE_LINKS = "links that cost nothing"
+_ENDLESS_MEMORY = "devices with endless memory"
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,9 @@ class Binding:
 
     Args:
         rank: that sets the pace.
-        what: "compute", "memory" or "link": that of which a change would help most.
-        gains: by change, by how much the step would be shorter under this plan (0.1: a tenth shorter).
+        what: "link" or "memory" where without its limit the step would be a twentieth shorter or more (the one of
+            the two that costs more), else "compute".
+        gains: by change, by how much the step would be shorter (0.1: a tenth shorter).
         advice: the change that would help most, in words.
     """
 
@@ -47,10 +51,17 @@ class Binding:
     advice: str
 
 
-def binding_of(problem: Problem, found: Found) -> Binding:
-    """What limits the best design: the same design is evaluated with one thing changed at a time."""
+def binding_of(problem: Problem, found: Found, space: Space | None) -> Binding:
+    """What limits the best design: one thing is changed at a time.
+
+    Args:
+        problem: what is planned.
+        found: what a search has seen.
+        space: what may be chosen when planning anew with each change; ``None`` to look at the same design only,
+            which is quick but does not see what other designs a change would allow.
+    """
     design = found.best
-    assert design is not None
+    assert design is not None, "there is nothing to explain where nothing fits"
     outcome = found.tried[design]
     rank = max(outcome.busy_s, key=lambda each: (outcome.busy_s[each], -each))
     kind = problem.kinds[rank]
@@ -59,20 +70,23 @@ def binding_of(problem: Problem, found: Found) -> Binding:
         f"devices of type {kind} twice as fast": Problem(
             problem.cluster, problem.costs, problem.training, faster, problem.capacity
         ),
-        "links that cost nothing": problem.with_free_links(),
-        "devices with endless memory": problem.without_memory_limit(),
+        _FREE_LINKS: problem.with_free_links(),
+        _ENDLESS_MEMORY: problem.without_memory_limit(),
     }
+    if space is not None:
+        changed |= {f"one more device of type {each}": problem.with_more(each, 1) for each in problem.cluster.types}
     gains = {}
     for name, other in changed.items():
         seconds = other.evaluate(design).step_s
-        if "memory" in name:
-            # With more memory other designs would have fitted, of which those that were tried are known.
-            alike = [each for each, seen in found.tried.items() if seen.shortages]
-            seconds = min([seconds, *(other.evaluate(each).step_s for each in alike[:20])])
+        if space is not None:
+            seconds = min(seconds, best_seconds(other, space))
         gains[name] = max(0.0, 1 - seconds / outcome.step_s) if outcome.step_s else 0.0
     best = max(gains, key=lambda name: gains[name])
-    what = "memory" if "memory" in best else "link" if "link" in best else "compute"
-    return Binding(rank, what, gains, f"{best} would make the step {gains[best]:.0%} shorter under this plan")
+    # Faster devices always help; what binds besides is what costs a part of the step that counts.
+    besides = max((_FREE_LINKS, _ENDLESS_MEMORY), key=lambda name: gains[name])
+    what = "compute" if gains[besides] < _COUNTS else "link" if besides == _FREE_LINKS else "memory"
+    under = "" if space is not None else " under this plan"
+    return Binding(rank, what, gains, f"{best} would make the step {gains[best]:.0%} shorter{under}")
 
 
 def _halved(timing: UnitTiming) -> UnitTiming:
@@ -152,7 +166,7 @@ def reasons_of(
         ),
         (
             f"rank {binding.rank} ({problem.kinds[binding.rank]}) sets the pace: it is busy for "
-            f"{format_seconds(outcome.busy_s[binding.rank])} of it; {binding.advice}"
+            f"{format_seconds(outcome.busy_s[binding.rank])} of it; what binds is {binding.what}; {binding.advice}"
         ),
     ]
     if proven:

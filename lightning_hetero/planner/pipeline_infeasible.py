@@ -10,7 +10,7 @@ from typing import NoReturn
 import numpy as np
 
 from lightning_hetero.errors import InfeasibleError
-from lightning_hetero.planner.design_search import Found, Space, is_allowed, search_designs
+from lightning_hetero.planner.design_search import Found, Space, best_seconds, is_allowed
 from lightning_hetero.planner.layouts import orders_of
 from lightning_hetero.planner.pipeline_design import Design, Outcome, PipelineDesign, Problem
 from lightning_hetero.planner.stage_cut import find_cuts
@@ -108,15 +108,8 @@ def _changes(problem: Problem, space: Space) -> Iterator[str]:
 
 def _more_devices(problem: Problem, space: Space, kind: str) -> str | None:
     """How many more devices of a type it takes, if a few are enough."""
-    model = max(
-        (rank for rank, each in enumerate(problem.kinds) if each == kind), key=lambda rank: problem.capacity[rank]
-    )
-    device = replace(problem.cluster.devices[model], uuid=None)
     for more in range(1, _MOST_DEVICES_ADDED + 1):
-        cluster = replace(problem.cluster, devices=(*problem.cluster.devices, *(device,) * more))
-        capacity = (*problem.capacity, *(problem.capacity[model],) * more)
-        larger = Problem(cluster, problem.costs, problem.training, problem.timings, capacity)
-        seconds = _seconds(larger, space)
+        seconds = _seconds(problem.with_more(kind, more), space)
         if seconds is not None:
             devices = "one more device" if more == 1 else f"{more} more devices"
             return f"{devices} of type {kind}: {format_seconds(seconds)} a step"
@@ -124,8 +117,5 @@ def _more_devices(problem: Problem, space: Space, kind: str) -> str | None:
 
 
 def _seconds(problem: Problem, space: Space) -> float | None:
-    found = search_designs(problem, space)
-    if found.best is None:
-        return None
-    seconds = found.tried[found.best].step_s
+    seconds = best_seconds(problem, space)
     return seconds if math.isfinite(seconds) else None
