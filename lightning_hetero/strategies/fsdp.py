@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -26,6 +25,7 @@ from lightning_hetero.plan import ModelKey, ShardPlan
 from lightning_hetero.strategies import lightning_adapter, planning, torch_adapter
 from lightning_hetero.strategies.arguments import argument_problems, read_costs, read_plan
 from lightning_hetero.strategies.base import HeteroStrategy
+from lightning_hetero.strategies.checkpoint_hooks import CheckpointHooks
 from lightning_hetero.strategies.checkpoints import Checkpoints
 from lightning_hetero.strategies.instruments import Instruments
 from lightning_hetero.strategies.loaders import Loaders
@@ -46,7 +46,7 @@ from lightning_hetero.strategies.untouched import untouched
 CheckLoss = Literal["warn", "error", "off"]
 
 
-class HeteroFSDPStrategy(HeteroStrategy):
+class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
     """Trains an unchanged LightningModule on unequal devices at close to the sum of their speeds.
 
     The model is sharded over all ranks with FSDP2. Each rank takes its share of every global batch, in whole samples
@@ -383,43 +383,3 @@ class HeteroFSDPStrategy(HeteroStrategy):
         if hasattr(self, "instruments"):
             self.instruments.close()
         super().teardown()
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """The user's plugin, else one that renames whole files into place."""
-        return self._checkpoints.default_io if self._checkpoint_io is None else super().checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Each rank loads its own shards, so the model has to be sharded first."""
-        return True
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the whole model on rank 0, {} elsewhere (a collective)."""
-        return self._checkpoints.model_state()
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return an optimizer's whole state on rank 0, {} elsewhere (a collective)."""
-        return self._checkpoints.optimizer_state(optimizer)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write a checkpoint; it is whole under its name, or not there."""
-        self._checkpoints.save(checkpoint, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint that any plan, or one device, wrote."""
-        return self._checkpoints.load(checkpoint_path, weights_only)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Give each rank its shards."""
-        self._checkpoints.load_model(checkpoint, strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Give each rank its shards of the optimizers' states."""
-        self._checkpoints.load_optimizers(checkpoint)
