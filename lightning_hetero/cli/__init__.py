@@ -1,4 +1,4 @@
-"""The command line: ``lightning-hetero discover | profile``."""
+"""The command line: ``lightning-hetero discover | profile | plan``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lightning_hetero.cli import discover, profile
+from lightning_hetero.cli import discover, plan, profile
 from lightning_hetero.errors import HeteroError
 
 DESCRIPTION = """\
@@ -15,12 +15,13 @@ Plan the training of one model on unequal devices.
 
   discover   what devices there are: type, free memory, speed, links          -> cluster.yaml
   profile    what every unit of a model costs: FLOPs, bytes, seconds          -> costs.json
+  plan       who does what: shard groups and batch shares, or pipeline stages -> plan.json
 
 Every file is meant to be read, and may be edited by hand. The strategies hetero_fsdp and hetero_pipe do all of this by
 themselves when they are given none of them."""
 
 EPILOG = """\
-Each command has its own manual: lightning-hetero profile --help. Exit status: 0 done; 2 wrong arguments, a wrong file,
+Each command has its own manual: lightning-hetero plan --help. Exit status: 0 done; 2 wrong arguments, a wrong file,
 or no plan that fits, with the reasons on standard error; 130 interrupted."""
 
 
@@ -34,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     commands = made.add_subparsers(metavar="command", required=True)
-    for command in (discover, profile):
+    for command in (discover, profile, plan):
         command.add_to(commands)
     return made
 

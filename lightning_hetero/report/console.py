@@ -37,7 +37,9 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int, str], None]]:
         yield line
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f} of {task.total:.0f}"))
-    with Progress(*columns, TimeElapsedColumn(), TextColumn("{task.fields[current]}"), console=out) as bar:
+    with Progress(
+        *columns, TimeElapsedColumn(), TextColumn("{task.fields[current]}"), console=out, transient=True
+    ) as bar:
         task = bar.add_task(what, total=None, current="")
 
         def update(done: int, total: int, current: str) -> None:

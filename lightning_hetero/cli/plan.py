@@ -1,0 +1,267 @@
+"""``lightning-hetero plan``: who does what, predicted, against the even plan, with the reasons."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_hetero.cli.arguments import positive_integer
+from lightning_hetero.cli.profile import add_model_arguments, counted_costs
+from lightning_hetero.cluster import Cluster
+from lightning_hetero.costs import ModelCosts
+from lightning_hetero.errors import HeteroError, InfeasibleError
+from lightning_hetero.planner.even import even_pipeline_plan, even_shard_plan
+from lightning_hetero.planner.pipeline import PipelineSearch, search_pipeline
+from lightning_hetero.planner.shard import search_shard
+from lightning_hetero.planner.shard_candidates import ShardSearch
+from lightning_hetero.planner.training import Training
+from lightning_hetero.report.console import console, progress_bar
+from lightning_hetero.report.explanation import explain, explanation_lines, tried_table
+from lightning_hetero.report.plan_table import Plan, plan_lines, plan_table
+from lightning_hetero.units import format_bytes, format_seconds
+
+DESCRIPTION = """\
+Plan the training of one model on a cluster, and write the fastest plan that is predicted to fit every device's memory:
+
+  hetero_fsdp   shard groups, possibly of unequal size, and a batch share for every rank
+  hetero_pipe   pipelines: which devices in which order, where the model is cut, how many micro-batches
+  auto          both are planned, and the faster one is taken
+
+Seconds per unit come from a costs file ("lightning-hetero profile"), by device type; for a type that was not measured,
+and with --model, they are FLOPs over the device's speed. The plan is shown rank by rank, with its predicted step time,
+throughput, idle share and peak memory, beside the even plan of the same kind: one shard group with equal shares, or one
+pipeline with equally many units on every device."""
+
+EPILOG = """\
+examples:
+  lightning-hetero plan --cluster cluster.yaml --costs costs.json --global-batch 256 --out plan.json --explain
+  lightning-hetero plan --cluster cluster.yaml --model vit_5b --precision bf16-true --strategy hetero_pipe \\
+      --global-batch 512 --out plan.json
+
+Trainer(strategy=HeteroFSDPStrategy(plan="plan.json")) trains by the file. It may be edited by hand, and is checked when
+it is read."""
+
+_COMPUTE = {"64-true": "float64", "bf16-true": "bfloat16", "16-true": "float16"}
+_COMPUTE |= {"bf16-mixed": "bfloat16", "16-mixed": "float16", "32-true": "float32"}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What one strategy would do.
+
+    Args:
+        strategy: its name.
+        search: its plan and what led to it.
+        even: the even plan of the same kind, ``None`` where there is none.
+    """
+
+    strategy: str
+    search: ShardSearch | PipelineSearch
+    even: Plan | None
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step."""
+        return self.search.plan.predicted_step_s or float("inf")
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "plan",
+        help="who does what: shard groups and batch shares, or pipeline stages",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--cluster", required=True, metavar="FILE", help='cluster file (YAML), of "discover" or written by hand'
+    )
+    parser.add_argument("--costs", metavar="FILE", help='costs file (JSON), of "profile"; or --model')
+    add_model_arguments(parser, required=False)
+    parser.add_argument(
+        "--strategy",
+        default="auto",
+        choices=("auto", *_PLANNERS),
+        help="what to plan for (default: auto, the faster of both)",
+    )
+    parser.add_argument(
+        "--global-batch",
+        required=True,
+        type=positive_integer,
+        metavar="N",
+        help="samples per optimizer step over all ranks",
+    )
+    parser.add_argument(
+        "--precision",
+        default="32-true",
+        metavar="NAME",
+        help=f"of the training, in Lightning's words: {', '.join(_COMPUTE)} (default: 32-true)",
+    )
+    parser.add_argument(
+        "--optimizer",
+        default="adamw",
+        metavar="NAME",
+        help="whose state takes memory: adamw, adam, sgd-momentum, rmsprop, adagrad or sgd (default: adamw)",
+    )
+    parser.add_argument("--out", metavar="FILE", help="plan file to write (JSON)")
+    parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="also say what was tried and rejected and why, what binds now, and which change would help most",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plan, write the file, show it."""
+    cluster = Cluster.from_yaml(options.cluster)
+    training = Training(options.global_batch, options.precision, options.optimizer)
+    with progress_bar("planning") as progress:
+        steps = [*(["counting the model"] if options.costs is None else []), *_names(options.strategy)]
+
+        def begin(step: str) -> None:
+            progress(steps.index(step), len(steps), step)
+
+        costs, notes = _costs(options, begin)
+        planned, rejected = plan_with(options.strategy, cluster, costs, training, explain=options.explain, begin=begin)
+    plan = planned.search.plan
+    screen = console()
+    screen.print(plan_table(plan, cluster, planned.even))
+    lines = plan_lines(plan, planned.even) + _misfits(planned.even, cluster) + rejected
+    lines += notes + _unmeasured(costs, cluster)
+    if options.explain:
+        explanation = explain(planned.search)
+        screen.print(tried_table(explanation))
+        lines += explanation_lines(explanation)
+    if options.out:
+        plan.save(options.out)
+        lines.append(f"written to {Path(options.out)}")
+    for line in lines:
+        screen.print(line, markup=False, soft_wrap=True)
+    return 0
+
+
+def plan_with(
+    strategy: str,
+    cluster: Cluster,
+    costs: ModelCosts,
+    training: Training,
+    *,
+    explain: bool = False,
+    begin: Callable[[str], None] = lambda step: None,
+) -> tuple[Planned, list[str]]:
+    """The plan of a strategy, or with "auto" the faster of all, and what to say of those that were not taken.
+
+    Args:
+        strategy: "hetero_fsdp", "hetero_pipe" or "auto".
+        cluster: one device per rank.
+        costs: of the model.
+        training: global batch, precision, optimizer.
+        explain: whether to find out what binds and what would help, which takes further searches.
+        begin: is told the name of each strategy before it is planned.
+
+    Raises:
+        InfeasibleError: if no strategy has a plan that fits, with the words of each.
+        HeteroError: if seconds are not known, or an argument is malformed.
+    """
+    planned: list[Planned] = []
+    refused: dict[str, InfeasibleError] = {}
+    for name in _names(strategy):
+        begin(name)
+        try:
+            planned.append(_PLANNERS[name](cluster, costs, training, explain))
+        except InfeasibleError as error:
+            refused[name] = error
+    if not planned:
+        raise InfeasibleError("\n".join(f"{name}: {error}" for name, error in refused.items()))
+    best = min(planned, key=lambda each: each.step_s)
+    said = [
+        f"{best.strategy} is taken: {format_seconds(best.step_s)} a step against {format_seconds(each.step_s)} of "
+        f"{each.strategy}, {each.step_s / best.step_s:.2f} x as fast"
+        for each in planned
+        if each is not best
+    ]
+    said += [
+        f"{best.strategy} is taken, since {name} has no plan that fits: {error}" for name, error in refused.items()
+    ]
+    return best, said
+
+
+def _names(strategy: str) -> list[str]:
+    return list(_PLANNERS) if strategy == "auto" else [strategy]
+
+
+def _plan_shards(cluster: Cluster, costs: ModelCosts, training: Training, explain: bool) -> Planned:
+    search = search_shard(cluster, costs, training, explain=explain)
+    return Planned("hetero_fsdp", search, even_shard_plan(cluster, costs, training))
+
+
+def _plan_pipelines(cluster: Cluster, costs: ModelCosts, training: Training, explain: bool) -> Planned:
+    search = search_pipeline(cluster, costs, training)
+    return Planned("hetero_pipe", search, even_pipeline_plan(cluster, costs, training))
+
+
+_PLANNERS: dict[str, Callable[[Cluster, ModelCosts, Training, bool], Planned]] = {
+    "hetero_fsdp": _plan_shards,
+    "hetero_pipe": _plan_pipelines,
+}
+
+
+def _costs(options: argparse.Namespace, begin: Callable[[str], None]) -> tuple[ModelCosts, list[str]]:
+    """The costs, and what to mind about them."""
+    dtype = _COMPUTE[options.precision]
+    if (options.costs is None) == (options.model is None):
+        given = "neither --costs nor --model is" if options.costs is None else "both --costs and --model are"
+        raise HeteroError(f"{given} given: give a costs file, or the name of a model")
+    notes = []
+    if options.costs is not None:
+        if options.sequence is not None:
+            raise HeteroError(
+                f"--sequence is {options.sequence}, and the costs file says what a sample is: leave it out"
+            )
+        costs = ModelCosts.load(options.costs)
+        if costs.dtype != dtype:
+            notes.append(
+                f"mind: the costs were taken in {costs.dtype}, and {options.precision} computes in {dtype}: "
+                f"seconds and activation bytes are those of {costs.dtype}; profile with --dtype {dtype}"
+            )
+    else:
+        begin("counting the model")
+        costs = counted_costs(options.model, dtype, options.sequence)
+    if options.precision.endswith("-mixed") and costs.dtype == dtype:
+        notes.append(
+            f"mind: {options.precision} keeps some activations in 32 bits, and the costs count them as {dtype}: "
+            "leave some memory free"
+        )
+    return costs, notes
+
+
+def _unmeasured(costs: ModelCosts, cluster: Cluster) -> list[str]:
+    kinds = [kind for kind in cluster.types if kind not in costs.timed_types]
+    if not kinds:
+        return []
+    where = ", ".join(kinds)
+    text = (
+        f"seconds on {where} were not measured: they are FLOPs over the device's speed, which real models seldom reach"
+    )
+    return [f'{text}; "lightning-hetero profile" measures them']
+
+
+def _misfits(even: Plan | None, cluster: Cluster) -> list[str]:
+    """Whether the even plan would run at all."""
+    peaks = [prediction.peak_memory_bytes or 0 for prediction in even.predictions] if even is not None else []
+    missing = [
+        (peak - device.memory_bytes, rank)
+        for rank, (peak, device) in enumerate(zip(peaks, cluster.devices, strict=False))
+        if peak > device.memory_bytes
+    ]
+    if not missing:
+        return []
+    most, rank = max(missing)
+    who = f"rank {rank} ({cluster.devices[rank].type})"
+    ranks = f"{len(missing)} of {len(peaks)} ranks lack memory"
+    return [f"the even plan does not fit: {format_bytes(most)} are missing on {who}; {ranks}"]
