@@ -112,6 +112,11 @@ def test_lines_against_the_even_plan_and_the_bound():
     ]
 
 
+def test_more_devices_than_units_have_no_even_pipeline():
+    plan = replace(PIPE, device_types=TYPES * 2)
+    assert plan_lines(plan)[1] == "there is no even plan: 8 devices and 4 units"
+
+
 @pytest.mark.parametrize("ranks", [1024])
 def test_a_large_cluster_stays_readable(ranks):
     devices = tuple(Device("H100" if rank < 512 else "A100", f"n{rank // 8}", GIB, 1e12) for rank in range(ranks))

@@ -13,8 +13,8 @@ from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import ModelCosts
 from lightning_hetero.errors import HeteroError, InfeasibleError
 from lightning_hetero.planner.even import even_pipeline_plan, even_shard_plan
-from lightning_hetero.planner.pipeline import PipelineSearch, search_pipeline
-from lightning_hetero.planner.shard import search_shard
+from lightning_hetero.planner.pipeline import PipelineSearch, plan_pipeline, search_pipeline
+from lightning_hetero.planner.shard import plan_shard, search_shard
 from lightning_hetero.planner.shard_candidates import ShardSearch
 from lightning_hetero.planner.training import Training
 from lightning_hetero.report.console import console, progress_bar
@@ -53,18 +53,18 @@ class Planned:
 
     Args:
         strategy: its name.
-        search: its plan and what led to it.
+        plan: the fastest that fits.
         even: the even plan of the same kind, ``None`` where there is none.
     """
 
     strategy: str
-    search: ShardSearch | PipelineSearch
+    plan: Plan
     even: Plan | None
 
     @property
     def step_s(self) -> float:
         """Predicted seconds of a step."""
-        return self.search.plan.predicted_step_s or float("inf")
+        return self.plan.predicted_step_s or float("inf")
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -122,19 +122,22 @@ def run(options: argparse.Namespace) -> int:
     training = Training(options.global_batch, options.precision, options.optimizer)
     with progress_bar("planning") as progress:
         steps = [*(["counting the model"] if options.costs is None else []), *_names(options.strategy)]
+        steps += [_EXPLAINING] if options.explain else []
 
         def begin(step: str) -> None:
             progress(steps.index(step), len(steps), step)
 
         costs, notes = _costs(options, begin)
-        planned, rejected = plan_with(options.strategy, cluster, costs, training, explain=options.explain, begin=begin)
-    plan = planned.search.plan
+        planned, rejected = plan_with(options.strategy, cluster, costs, training, begin=begin)
+        if options.explain:
+            begin(_EXPLAINING)
+            explanation = explain(_SEARCHES[planned.strategy](cluster, costs, training))
+    plan = planned.plan
     screen = console()
     screen.print(plan_table(plan, cluster, planned.even))
     lines = plan_lines(plan, planned.even) + _misfits(planned.even, cluster) + rejected
     lines += notes + _unmeasured(costs, cluster)
     if options.explain:
-        explanation = explain(planned.search)
         screen.print(tried_table(explanation))
         lines += explanation_lines(explanation)
     if options.out:
@@ -151,7 +154,6 @@ def plan_with(
     costs: ModelCosts,
     training: Training,
     *,
-    explain: bool = False,
     begin: Callable[[str], None] = lambda step: None,
 ) -> tuple[Planned, list[str]]:
     """The plan of a strategy, or with "auto" the faster of all, and what to say of those that were not taken.
@@ -161,7 +163,6 @@ def plan_with(
         cluster: one device per rank.
         costs: of the model.
         training: global batch, precision, optimizer.
-        explain: whether to find out what binds and what would help, which takes further searches.
         begin: is told the name of each strategy before it is planned.
 
     Raises:
@@ -173,7 +174,7 @@ def plan_with(
     for name in _names(strategy):
         begin(name)
         try:
-            planned.append(_PLANNERS[name](cluster, costs, training, explain))
+            planned.append(_PLANNERS[name](cluster, costs, training))
         except InfeasibleError as error:
             refused[name] = error
     if not planned:
@@ -195,20 +196,28 @@ def _names(strategy: str) -> list[str]:
     return list(_PLANNERS) if strategy == "auto" else [strategy]
 
 
-def _plan_shards(cluster: Cluster, costs: ModelCosts, training: Training, explain: bool) -> Planned:
-    search = search_shard(cluster, costs, training, explain=explain)
-    return Planned("hetero_fsdp", search, even_shard_plan(cluster, costs, training))
+def _plan_shards(cluster: Cluster, costs: ModelCosts, training: Training) -> Planned:
+    plan = plan_shard(cluster, costs, training)
+    return Planned("hetero_fsdp", plan, even_shard_plan(cluster, costs, training))
 
 
-def _plan_pipelines(cluster: Cluster, costs: ModelCosts, training: Training, explain: bool) -> Planned:
-    search = search_pipeline(cluster, costs, training)
-    return Planned("hetero_pipe", search, even_pipeline_plan(cluster, costs, training))
+def _plan_pipelines(cluster: Cluster, costs: ModelCosts, training: Training) -> Planned:
+    plan = plan_pipeline(cluster, costs, training)
+    return Planned("hetero_pipe", plan, even_pipeline_plan(cluster, costs, training))
 
 
-_PLANNERS: dict[str, Callable[[Cluster, ModelCosts, Training, bool], Planned]] = {
+_PLANNERS: dict[str, Callable[[Cluster, ModelCosts, Training], Planned]] = {
     "hetero_fsdp": _plan_shards,
     "hetero_pipe": _plan_pipelines,
 }
+
+# Planning once more, and with changes: slower, so only for the strategy that is taken and only when asked for.
+_SEARCHES: dict[str, Callable[[Cluster, ModelCosts, Training], ShardSearch | PipelineSearch]] = {
+    "hetero_fsdp": search_shard,
+    "hetero_pipe": search_pipeline,
+}
+
+_EXPLAINING = "looking for what would help"
 
 
 def _costs(options: argparse.Namespace, begin: Callable[[str], None]) -> tuple[ModelCosts, list[str]]:

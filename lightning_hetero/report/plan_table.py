@@ -60,6 +60,8 @@ def plan_lines(plan: Plan, even: Plan | None = None) -> list[str]:
             f"{even.global_batch_size / even.predicted_step_s:.4g} samples/s, idle share {_percent(mean_idle(even))}: "
             f"this plan is {even.predicted_step_s / step_s:.2f} x as fast"
         )
+    elif even is None and isinstance(plan, PipelinePlan) and plan.world_size > len(plan.unit_names):
+        lines.append(f"there is no even plan: {plan.world_size} devices and {len(plan.unit_names)} units")
     elif even is None:
         lines.append("no even plan fits the memory of these devices")
     if plan.gap is not None and plan.lower_bound_s:
