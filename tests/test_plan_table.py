@@ -61,14 +61,14 @@ def row(lines, *texts):
 def test_a_shard_plan():
     lines = shown(plan_table(SHARD, CLUSTER))
     assert lines[0].strip() == "hetero_fsdp of vit on mixed, global batch 12 samples"
-    assert row(lines, "H100") == ["0 to 1", "a", "H100", "0", "FULL_SHARD", "4", "900 ms", "10.0 %", "3 GiB"]
+    assert row(lines, "H100") == ["0 to 1", "a", "H100", "0", "2", "FULL_SHARD", "4", "900 ms", "10.0 %", "3 GiB"]
     # neighbours of one type that do the same share a line, on whatever node
-    assert row(lines, "A100") == ["2 to 3", "b to c", "A100", "1", "FULL_SHARD", "2", "1 s", "0.0 %", "2 GiB"]
+    assert row(lines, "A100") == ["2 to 3", "b to c", "A100", "1", "2", "FULL_SHARD", "2", "1 s", "0.0 %", "2 GiB"]
 
 
 def test_beside_the_even_plan():
     lines = shown(plan_table(SHARD, CLUSTER, EVEN))
-    assert row(lines, "H100")[9:] == ["3", "50.0 %", "1 GiB"]
+    assert row(lines, "H100")[10:] == ["3", "50.0 %", "1 GiB"]
     assert row(lines, "A100")[-1] == "-"
 
 
@@ -76,9 +76,9 @@ def test_what_differs_from_rank_to_rank_has_its_own_line():
     plan = replace(SHARD, batch_shares=(5, 3, 2, 2), micro_batches=(2, 1), activation_checkpointing=(True, False) * 2)
     lines = shown(plan_table(plan, CLUSTER))
     first, second, third, fourth = ([cell.strip() for cell in line.strip("│").split("│")] for line in lines[4:8])
-    assert first[:8] == ["0", "a", "H100", "0", "FULL_SHARD", "5", "2", "yes"]
-    assert second[:8] == ["1", "a", "H100", "0", "FULL_SHARD", "3", "2", "-"]
-    assert (third[7], fourth[7]) == ("yes", "-")
+    assert first[:9] == ["0", "a", "H100", "0", "2", "FULL_SHARD", "5", "2", "yes"]
+    assert second[:9] == ["1", "a", "H100", "0", "2", "FULL_SHARD", "3", "2", "-"]
+    assert (third[8], fourth[8]) == ("yes", "-")
 
 
 def test_a_pipeline_plan():
@@ -117,12 +117,14 @@ def test_more_devices_than_units_have_no_even_pipeline():
     assert plan_lines(plan)[1] == "there is no even plan: 8 devices and 4 units"
 
 
-@pytest.mark.parametrize("ranks", [1024])
-def test_a_large_cluster_stays_readable(ranks):
+@pytest.mark.parametrize("size", [1, 8, 1024])
+def test_a_large_cluster_stays_readable(size):
+    ranks = 1024
     devices = tuple(Device("H100" if rank < 512 else "A100", f"n{rank // 8}", GIB, 1e12) for rank in range(ranks))
-    plan = ShardPlan(
-        ranks, (1,) * ranks, (tuple(range(ranks)),), tuple(d.type for d in devices), predictions=(FAST,) * ranks
-    )
+    groups = tuple(tuple(range(first, first + size)) for first in range(0, ranks, size))
+    kinds = tuple(device.type for device in devices)
+    plan = ShardPlan(ranks, (1,) * ranks, groups, kinds, predictions=(FAST,) * ranks)
     lines = shown(plan_table(plan, Cluster("large", devices)))
     assert len(lines) < 10
-    assert row(lines, "A100")[:3] == ["512 to 1023", "n64 to n127", "A100"]
+    group = {1: "512 to 1023", 8: "64 to 127", 1024: "0"}[size]
+    assert row(lines, "A100")[:5] == ["512 to 1023", "n64 to n127", "A100", group, str(size)]

@@ -34,14 +34,18 @@ def plan_table(plan: Plan, cluster: Cluster, even: Plan | None = None) -> Table:
         table.add_column(name, justify="left" if left else "right", no_wrap=True)
     for column in beside:
         table.add_column(f"even:\n{column.name}", justify="right", style="dim", no_wrap=True)
+    columns = [*own, *beside]
     rows = [
-        _Row(rank, device.node, device.type, tuple(column.cells[rank] for column in [*own, *beside]))
+        _Row(rank, device.node, device.type, tuple(column.cells[rank] for column in columns))
         for rank, device in enumerate(cluster.devices)
     ]
-    for first, last in _runs(rows):
-        ranks = str(first.rank) if first is last else f"{first.rank} to {last.rank}"
-        node = first.node if first.node == last.node else f"{first.node} to {last.node}"
-        table.add_row(ranks, node, first.device, *first.cells)
+    labels = {place for place, column in enumerate(columns) if column.is_label}
+    for first, last in _runs(rows, labels):
+        cells = [
+            _span(one, other) if place in labels else one
+            for place, (one, other) in enumerate(zip(first.cells, last.cells, strict=True))
+        ]
+        table.add_row(_span(str(first.rank), str(last.rank)), _span(first.node, last.node), first.device, *cells)
     return table
 
 
@@ -83,6 +87,8 @@ def mean_idle(plan: Plan) -> float | None:
 class _Column:
     name: str
     cells: tuple[str, ...]
+    is_label: bool = False
+    """whether it only numbers things: ranks that differ in nothing else share a line"""
 
 
 @dataclass(frozen=True)
@@ -93,11 +99,19 @@ class _Row:
     cells: tuple[str, ...]
 
 
-def _runs(rows: Sequence[_Row]) -> Iterator[tuple[_Row, _Row]]:
+def _runs(rows: Sequence[_Row], labels: set[int]) -> Iterator[tuple[_Row, _Row]]:
     """First and last of each run of neighbouring ranks that do the same on devices of one type."""
-    for _, same in groupby(rows, key=lambda row: (row.device, row.cells)):
+
+    def work(row: _Row) -> tuple[str, ...]:
+        return (row.device, *(cell for place, cell in enumerate(row.cells) if place not in labels))
+
+    for _, same in groupby(rows, key=work):
         run = list(same)
         yield run[0], run[-1]
+
+
+def _span(first: str, last: str) -> str:
+    return first if first == last else f"{first} to {last}"
 
 
 def _title(plan: Plan, cluster: Cluster) -> str:
@@ -140,7 +154,8 @@ def _shard_columns(plan: ShardPlan) -> list[_Column]:
     ranks = range(plan.world_size)
     groups = [plan.group_of(rank) for rank in ranks]
     return [
-        _Column("group", tuple(map(str, groups))),
+        _Column("group", tuple(map(str, groups)), is_label=True),
+        _Column("ranks in it", tuple(str(len(plan.groups[group])) for group in groups)),
         _Column("mode", tuple(plan.mode_of(group) for group in groups)),
         _Column("samples", tuple(map(str, plan.batch_shares))),
         _Column("micro-batches", tuple(_count(plan.micro_batches_of(group)) for group in groups)),
