@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from functools import cache
 from itertools import combinations, product
 
@@ -54,7 +55,7 @@ def random_case(seed: int, most_samples: int = 8) -> tuple[Cluster, ModelCosts, 
     batch = rng.randint(count, most_samples)
     kept = sum(unit.kept_activation_bytes for unit in costs.units)
     speeds = {kind: rng.uniform(1, 6) * 1e12 for kind in types}
-    scale = 10 ** rng.uniform(-0.2, 0.8)
+    scale = 10 ** rng.uniform(-0.5, 0.6)
     devices = []
     for node in sorted(rng.randrange(3) for _ in range(count)):
         kind = rng.choice(types)
@@ -102,11 +103,13 @@ class Exhaustive:
                         ]
                     )
                 sizes: set[int] = set()
-                firsts: list[int] = []
+                homes: Counter[object] = Counter()
                 for group, is_whole in zip(partition, whole, strict=True):
                     sizes.add(1 if is_whole else len(group))
-                    firsts += group if is_whole else group[:1]
-                spread = spread_of(self.cluster, firsts)
+                    for replica in [(rank,) for rank in group] if is_whole else [group]:
+                        nodes = {self.cluster.devices[rank].node for rank in replica}
+                        homes[nodes.pop() if len(nodes) == 1 else replica] += 1
+                spread = tuple(sorted(homes.values(), reverse=True))
                 crossing = crossing_s(self.costs.parameters, self.state, self.network, sizes, spread)
                 best = min(best, float(slowest[self.batch]) + crossing)
         return best

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.costs import UnitCost
 from lightning_hetero.errors import HeteroError
-from lightning_hetero.simulator import MemoryPoint, RankMemory, StateBytes, shard_memory
+from lightning_hetero.simulator import MemoryPoint, RankMemory, StateBytes, shard_memory, sharded_memory
 from lightning_hetero.simulator.sharded_memory import GLOO_BUFFERS
 
 
@@ -183,6 +183,28 @@ def test_larger_groups_and_fewer_samples_never_need_more(units, group_size, samp
     total = sum(each.parameters for each in units)
     assert memory.peak_bytes(0) >= 16 * total / group_size
     assert memory.peak_bytes(0) >= 12 * total / group_size + 8 * max(each.parameters for each in units)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 14), st.integers(0, 10**7), st.integers(0, 10**6), st.integers(0, 10**5)),
+        min_size=1,
+        max_size=3,
+    ),
+    st.sampled_from(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 50),
+)
+def test_what_is_left_out_of_rows_is_never_the_peak(rows, mode, checkpointing, accumulates, samples):
+    units = [unit(f"{row}.{i}", *sizes) for row, (count, *sizes) in enumerate(rows) for i in range(count)]
+    options = {"mode": mode, "checkpointing": checkpointing, "accumulates": accumulates, "buffers": GLOO_BUFFERS}
+    short = shard_memory(units, 3, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded_memory, "_inside", lambda units, root, edge: [False] * len(units))
+        long = shard_memory(units, 3, **options)
+    assert set(short.points) <= set(long.points)
+    assert short.peak_bytes(samples) == long.peak_bytes(samples)
 
 
 def test_malformed_arguments():

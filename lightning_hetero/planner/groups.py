@@ -31,7 +31,7 @@ class Layout:
         groups: ranks of each.
         specs: what each group looks like.
         counts: how many groups look like this.
-        nodes: how many groups have their first rank on this node.
+        nodes: how many groups lie on this node; one that spans nodes lies on one of its own, with a negative number.
         name: what it is, for the list of candidates.
     """
 
@@ -46,7 +46,7 @@ class Layout:
         """Groups and what they look like."""
         specs = tuple(kinds.spec(group) for group in groups)
         counts = tuple(Counter(specs).items())
-        nodes = Counter(kinds.node_of_rank[group[0]] for group in groups)
+        nodes = Counter(kinds.home(group) for group in groups)
         return cls(groups, specs, counts, nodes, _name(kinds, counts))
 
 
@@ -59,8 +59,9 @@ def all_partitions(kinds: Kinds) -> list[Layout]:
     found: dict[object, Layout] = {}
     for groups in _set_partitions(list(ranks)):
         layout = Layout.of(kinds, groups)
-        firsts = tuple(sorted((look[group[0]], kinds.node_of_rank[group[0]]) for group in groups))
-        key = (tuple(sorted((spec.counts, spec.spread, count) for spec, count in layout.counts)), firsts)
+        looks = tuple(sorted(tuple(sorted(look[rank] for rank in group)) for group in groups))
+        counts = tuple(sorted((spec.counts, spec.spread, count) for spec, count in layout.counts))
+        key = (counts, looks, tuple(sorted(layout.nodes.values())))
         found.setdefault(key, layout)
     return list(found.values())
 

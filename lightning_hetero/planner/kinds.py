@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,6 +94,11 @@ class Kinds:
         counts = sorted(Counter(self.of_rank[rank] for rank in ranks).items())
         spread = sorted(Counter(self.node_of_rank[rank] for rank in ranks).values(), reverse=True)
         return GroupSpec(tuple(counts), tuple(spread))
+
+    def home(self, group: Sequence[int]) -> int:
+        """The node that a group lies on, or a number of its own, below zero, where it spans several."""
+        nodes = {self.node_of_rank[rank] for rank in group}
+        return nodes.pop() if len(nodes) == 1 else -1 - group[0]
 
 
 def _numbers(passes: Passes) -> tuple[tuple[float, ...], ...]:

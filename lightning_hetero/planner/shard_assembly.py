@@ -58,7 +58,11 @@ class ShardAssembly:
         return self.plan_of(
             [groups[index] for index in order],
             [choice.mode for choice in picked],
-            [choice.micro_batches for choice in picked],
+            # A micro-batch in which no rank has samples would compute for nothing.
+            [
+                max(1, min(choice.micro_batches, max(shares[rank] for rank in groups[index])))
+                for index, choice in zip(order, picked, strict=True)
+            ],
             shares,
             again,
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -33,9 +34,12 @@ from lightning_hetero.simulator.comm import Network
 from lightning_hetero.simulator.shard_prediction import ShardPrediction, predict_shard
 from lightning_hetero.simulator.shard_step import Floats, crossing_s
 
-_GRID = 96
+_GRID = 64
 _SPAN = 4.0
 """the grid of times goes from a lower bound to so many times it, then on from there"""
+
+_ROUGH_STEP = 1.25
+"""from one number of micro-batches to the next on the grid, above a few"""
 
 _SOLVED = 12
 """partitions that are solved exactly"""
@@ -186,7 +190,9 @@ class ShardPlanner:
             self.cluster.device_types(),
             model=ModelKey(self.costs.model, self.costs.parameters),
             modes=("FULL_SHARD",),
+            micro_batches=(1,),
             micro_batch_sizes=tuple(shares),
+            activation_checkpointing=(False,) * ranks,
         )
         found = self.prediction(plan)
         what = "even shares in one group, FULL_SHARD"
@@ -232,14 +238,28 @@ class ShardPlanner:
             self._done.clear()
             refused: dict[str, ShardCandidate] = {}
             rough = [each for way in ways for each in self._rough_of(way, grid, refused)]
-            fits = any(all(any(self._fits(layout) for layout in pool) for pool in way) for way in ways)
-            if not fits:
+            if not any(self._can_do(way) for way in ways):
                 return limit_s, [], list(refused.values())
             best_s = min((each.high_s for each in rough), default=np.inf)
             if best_s <= limit_s:
                 return limit_s, rough, list(refused.values())
             # Seconds beyond the grid may win where the crossing of what was found takes long.
             limit_s = best_s * (1 + 1e-9) if np.isfinite(best_s) else limit_s * _SPAN
+
+    def _can_do(self, way: Sequence[Sequence[Layout]]) -> bool:
+        """Whether groups can do the global batch at all, given time: memory may bound what they do at once."""
+        most = 0
+        for pool in way:
+            fitting = [layout for layout in pool if self._fits(layout)]
+            if not fitting:
+                return False
+            most += max(sum(count * self._most(spec) for spec, count in layout.counts) for layout in fitting)
+        return most >= self.batch
+
+    def _most(self, spec: GroupSpec) -> int:
+        curves = self.curves.of(spec)
+        bounded = all(curve.full and not curve.accumulates for curve in curves)
+        return max(int(curve.capacity[-1]) for curve in curves) if bounded else self.batch
 
     def _fits(self, layout: Layout) -> bool:
         return all(self.curves.of(spec) for spec, _ in layout.counts)
@@ -263,6 +283,8 @@ class ShardPlanner:
                 partition = _Partition(tuple(layout for layout, _ in combination))
                 crossing = self._crossing_s(partition)
                 low = float(grid[at - 1]) if at else self.lower_bound_s
+                if self.batch > 256:
+                    low = max(self.lower_bound_s, low / _ROUGH_STEP)
                 yield _Rough(partition, low + crossing, float(grid[at]) + crossing, crossing)
 
     def _done_by(self, layout: Layout, grid: Floats) -> Floats:
@@ -296,10 +318,11 @@ class ShardPlanner:
     def _solved(self, rough: _Rough) -> ShardPlan:
         """The plan of a partition, by bisection over the time in which its groups do the global batch."""
         specs = rough.partition.counts
-        early, late = rough.low_s - rough.crossing_s, rough.high_s - rough.crossing_s
+        # The grid tries fewer numbers of micro-batches, so what it says is no lower bound.
+        early, late = self.lower_bound_s * (1 - 1e-9), rough.high_s - rough.crossing_s
         chosen = self._choices(specs, late)
         assert chosen is not None
-        while late - early > 1e-9 * late:
+        while late - early > 1e-8 * late:
             middle = early + (late - early) / 2
             found = self._choices(specs, middle)
             if found is None:
@@ -338,11 +361,12 @@ class ShardPlanner:
         return most, None if best is None else best[0].choice(step_s, best[1])
 
 
+@cache
 def _micro_batch_numbers(batch: int, rough: bool) -> Ints:
     """Numbers of micro-batches to try: all small ones, then steps of some percent."""
-    if not rough and batch <= 256:
+    if batch <= 256:
         return np.arange(1, batch + 1)
-    small, step = (8, 1.25) if rough else (32, 1.06)
+    small, step = (8, _ROUGH_STEP) if rough else (32, 1.04)
     numbers, number = list(range(1, min(small, batch) + 1)), float(small)
     while number * step < batch:
         number *= step

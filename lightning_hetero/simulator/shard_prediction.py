@@ -112,11 +112,16 @@ def group_memory(
 
 
 def replicas(plan: ShardPlan, cluster: Cluster) -> tuple[set[int], Spread]:
-    """The numbers of ranks that share the rows of a replica, and how replicas lie on nodes."""
+    """The numbers of ranks that share the rows of a replica, and how replicas lie on nodes.
+
+    A replica that spans several nodes counts as on a node of its own: its rows' owners are here and there.
+    """
     sizes: set[int] = set()
-    nodes: Counter[str] = Counter()
+    nodes: Counter[object] = Counter()
     for index, group in enumerate(plan.groups):
         is_whole = plan.mode_of(index) == "NO_SHARD"
         sizes.add(1 if is_whole else len(group))
-        nodes.update(cluster.devices[rank].node for rank in (group if is_whole else group[:1]))
+        for replica in [(rank,) for rank in group] if is_whole else [group]:
+            homes = {cluster.devices[rank].node for rank in replica}
+            nodes[homes.pop() if len(homes) == 1 else replica] += 1
     return sizes, tuple(sorted(nodes.values(), reverse=True))

@@ -184,7 +184,7 @@ def crossing_s(
         state: bytes per parameter; ``reduced`` is used.
         network: the links.
         sizes: numbers of ranks that share the rows of a replica, each number once.
-        replica_spread: replicas per node, by each one's first rank.
+        replica_spread: replicas per node; one that spans several is on a node of its own.
     """
     if sum(replica_spread) <= 1:
         return 0.0

@@ -68,6 +68,10 @@ GLOO_BUFFERS = ReduceBuffers(computing=2, reducing=2, copies=1)
 """hetero_fsdp on gloo keeps two on their way (strategies/overlap.py); gloo splits a copy of what it reduced."""
 
 
+_EDGE = 2
+"""units at each end of a row of alike ones whose neighbours matter"""
+
+
 def shard_memory(
     units: Sequence[UnitCost],
     group_size: int,
@@ -100,7 +104,8 @@ def shard_memory(
 
     Returns:
         The moments that may be the peak: up to two per unit in forward and three in backward, the loss, the
-        reduction of the root's gradients, and the optimizer's step.
+        reduction of the root's gradients, and the optimizer's step. Between units that are alike, bytes grow evenly
+        from one to the next, so that only the ends of a row of them can be the peak: the others are left out.
 
     Raises:
         HeteroError: if there is no unit, a name in ``root`` is not a unit's, ``group_size`` is below 1, or
@@ -161,6 +166,7 @@ class _Step:
         self.states = self.all_shards * (state.parameter + state.optimizer)
         self.inputs = [0, *(unit.output_bytes for unit in units)]
         self.kept, self.kept_in_backward = self._kept(root, checkpointing)
+        self.inside = _inside(units, root, _EDGE + max(buffers.computing, buffers.reducing))
 
     def _kept(self, root: frozenset[str], checkpointing: bool) -> tuple[list[int], list[int]]:
         """Bytes per sample kept by units up to each one, after its forward and while its backward runs."""
@@ -180,6 +186,9 @@ class _Step:
         base = self.states + self.all_shards * self.state.gradient + self.gathered_root * self.state.gathered
         before = 0
         for index, (unit, block) in enumerate(zip(self.units, self.blocks, strict=True)):
+            if self.inside[index]:
+                before += block if self.stays_gathered else 0
+                continue
             if block:
                 fixed = base + (before + 2 * block) * self.state.gathered
                 kept = self.kept[index - 1] if index else 0
@@ -201,6 +210,12 @@ class _Step:
         sent: list[int] = []  # of units that are done, the last one first
         for index in reversed(range(len(self.units))):
             unit, block = self.units[index], self.blocks[index]
+            if self.inside[index]:
+                waiting -= block if self.stays_gathered else 0
+                done += self.shards[index] if self.sent[index] or self.whole else 0
+                if self.sent[index]:
+                    sent.insert(0, self.sent[index])
+                continue
             kept_before = self.kept[index - 1] if index else 0
             into, out = self.inputs[index], unit.output_bytes
             base = self.states + 2 * self.gathered_root * state.gathered
@@ -244,6 +259,18 @@ class _Step:
     def optimizer(self) -> MemoryPoint:
         per_parameter = self.state.gradient + self.state.step_temporary
         return MemoryPoint("step", "", math.ceil(self.states + self.all_shards * per_parameter))
+
+
+def _inside(units: Sequence[UnitCost], root: frozenset[str], edge: int) -> list[bool]:
+    """Whether each unit is within a row of units that are alike, at least ``edge`` units from both ends of it."""
+    looks = [(u.parameters, u.kept_activation_bytes, u.output_bytes, u.name in root) for u in units]
+    inside, start = [False] * len(units), 0
+    for stop in range(1, len(units) + 1):
+        if stop == len(units) or looks[stop] != looks[start]:
+            for index in range(start + edge, stop - edge):
+                inside[index] = True
+            start = stop
+    return inside
 
 
 def _next_blocks(blocks: Sequence[int]) -> list[int]:
