@@ -69,7 +69,7 @@ def assert_small(gaps):
 
 
 def test_against_exhaustive_search():
-    assert_small([gap_to_exhaustive(seed, 3, 6, 8) for seed in range(1000, 1030)])
+    assert_small([gap_to_exhaustive(seed, 3, 6, 8) for seed in range(1000, 1020)])
 
 
 @pytest.mark.slow
@@ -180,7 +180,7 @@ def random_large(seed):
     return cluster(*devices, within=links[0], between=links[1]), model(*units), Training(dice.randint(8, 100))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_never_slower_than_even_and_never_below_the_bound(seed):
     made = random_large(seed)
     try:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import combinations, product
 
 import numpy as np
 
@@ -28,7 +28,9 @@ _ALTERNATIVES = 24
 # A layout whose devices would need so much longer in perfect balance than the best closed form is left out.
 _HOPELESS = 1.3
 _STARTS = 8
-_LAYOUTS_BY_TYPE = 12
+_LAYOUTS_BY_TYPE = 8
+# Up to here single devices are moved between pipelines; with more, only types are.
+_MOST_DEVICES_MOVED = 16
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ def search_designs(problem: Problem, space: Space) -> Found:
         space: what to choose from.
     """
     found = Found()
-    ranked = sorted(_designs(problem, space), key=lambda each: each[0])
+    chains = Chains(problem)
+    ranked = sorted(_designs(problem, space, chains), key=lambda each: each[0])
     first = problem.simulated_actions
     for place, (seconds, design) in enumerate(ranked):
         if place >= _FIRST_DESIGNS or problem.simulated_actions - first > _FIRST_ACTIONS:
@@ -90,7 +93,7 @@ def search_designs(problem: Problem, space: Space) -> Found:
     for design in even_designs(problem, space):
         if problem.simulated_actions - first <= 2 * _FIRST_ACTIONS or found.best is None:
             found.take(problem, design)
-    _improve(problem, space, found)
+    _improve(problem, space, chains, found)
     if found.best is not None:
         found.take(problem, evened(problem, found.best))
     return found
@@ -144,11 +147,10 @@ def _even(total: int, parts: int) -> tuple[int, ...]:
     return tuple(total // parts + (index < total % parts) for index in range(parts))
 
 
-def _designs(problem: Problem, space: Space) -> list[tuple[float, Design]]:
+def _designs(problem: Problem, space: Space, chains: Chains) -> list[tuple[float, Design]]:
     """Designs that fit, each once, with the closed form's seconds."""
-    chains = Chains(problem)
     if len(problem.kinds) > MOST_DEVICES_FOR_ALL_LAYOUTS:
-        found = list(_designs_by_type(problem, space, chains))
+        found = list(_designs_by_type(problem, space, chains)) or list(_largest_first(problem, space, chains))
     else:
         found = list(_designs_of_all_layouts(problem, space, chains))
     least: dict[Design, float] = {}
@@ -293,22 +295,72 @@ def _designs_by_type(problem: Problem, space: Space, chains: Chains) -> Iterator
             return
 
 
-def _improve(problem: Problem, space: Space, found: Found) -> None:
+def _largest_first(problem: Problem, space: Space, chains: Chains) -> Iterator[tuple[float, Design]]:
+    """One pipeline of the devices with most memory, 1, 2, 3, ... of them: where nothing else fits, this may."""
+    ranks = sorted(range(len(problem.kinds)), key=lambda rank: (-problem.capacity[rank], rank))
+    for count in range(1, min(len(ranks), problem.units) + 1) if space.pipelines in (None, 1) else ():
+        for policy in space.policies:
+            found = list(_of_layout(problem, chains, (tuple(sorted(ranks[:count])),), space.sizes[0], policy, 0))
+            yield from found
+            if found:
+                break
+
+
+def _improve(problem: Problem, space: Space, chains: Chains, found: Found) -> None:
     """From the best few designs go on to better neighbours until there is none."""
     first = problem.simulated_actions
     for start in _starts(problem, found):
         current = start
         while problem.simulated_actions - first < _MOVE_ACTIONS:
-            better, seconds = None, found.tried[current].step_s * (1 - 1e-9)
-            for design in neighbours(problem, current, found.tried[current], space.sizes, space.policies):
-                if not is_allowed(design) or problem.simulated_actions - first > _MOVE_ACTIONS:
-                    continue
-                outcome = found.tried.get(design) or found.take(problem, design)
-                if outcome.step_s < seconds:
-                    better, seconds = design, outcome.step_s
-            if better is None:
+            step = _best_of(problem, found, current, _neighbours(problem, space, current, found), first)
+            if step is None and len(problem.kinds) <= _MOST_DEVICES_MOVED:
+                step = _best_of(problem, found, current, _reshaped(problem, space, chains, current), first)
+            if step is None:
                 break
-            current = better
+            current = step
+
+
+def _neighbours(problem: Problem, space: Space, design: Design, found: Found) -> Iterator[Design]:
+    return neighbours(problem, design, found.tried[design], space.sizes, space.policies)
+
+
+def _best_of(problem: Problem, found: Found, current: Design, designs: Iterable[Design], first: int) -> Design | None:
+    """The fastest of the designs if it is faster than the current one."""
+    better, seconds = None, found.tried[current].step_s * (1 - 1e-9)
+    for design in designs:
+        if not is_allowed(design) or problem.simulated_actions - first > _MOVE_ACTIONS:
+            continue
+        outcome = found.tried.get(design) or found.take(problem, design)
+        if outcome.step_s < seconds:
+            better, seconds = design, outcome.step_s
+    return better
+
+
+def _reshaped(problem: Problem, space: Space, chains: Chains, design: Design) -> Iterator[Design]:
+    """Designs with one device elsewhere: idle, in another pipeline, or one by itself; or two pipelines made one."""
+    blocks = [tuple(sorted(pipeline.ranks)) for pipeline in design.pipelines]
+    used = {rank for block in blocks for rank in block}
+    idle = [rank for rank in range(len(problem.kinds)) if rank not in used]
+    layouts: dict[object, Layout] = {}
+    for place, block in enumerate((*blocks, tuple(idle))):
+        for rank in {chains.names[rank]: rank for rank in reversed(block)}.values():
+            rest = [tuple(each for each in other if each != rank) for other in blocks]
+            targets = [[*rest], [*rest, (rank,)]]
+            for other in range(len(rest)):
+                if other != place:
+                    joined = tuple(sorted((*rest[other], rank)))
+                    targets.append([*rest[:other], joined, *rest[other + 1 :]])
+            for target in targets:
+                layout = tuple(each for each in target if each)
+                layouts.setdefault(frozenset(layout), layout)
+    for one, other in combinations(range(len(blocks)), 2):
+        merged = tuple(sorted(blocks[one] + blocks[other]))
+        left = [block for place, block in enumerate(blocks) if place not in (one, other)]
+        layouts.setdefault(frozenset((merged, *left)), (merged, *left))
+    for layout in layouts.values():
+        if layout and space.pipelines in (None, len(layout)) and set(layout) != set(blocks):
+            for _, made in _of_layout(problem, chains, layout, design.micro_batch_size, design.policy, 2):
+                yield made
 
 
 def _starts(problem: Problem, found: Found) -> list[Design]:

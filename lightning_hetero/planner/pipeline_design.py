@@ -186,6 +186,8 @@ class Problem:
     def evaluate(self, design: Design) -> Outcome:
         """Simulate a design and predict its memory."""
         if design not in self._outcomes:
+            # What comes with each pipeline (its links, its reductions) costs about as much as so many actions.
+            self.simulated_actions += 40 * len(design.pipelines)
             self._outcomes[design] = self._evaluate(design)
         return self._outcomes[design]
 
@@ -270,10 +272,10 @@ class Problem:
         for held, (start, stop), room in zip(
             policy.in_flight(len(pipeline.ranks), count), pipeline.borders, capacity, strict=True
         ):
-            plain = float(table.bytes(held, held == count, False)[start, stop])
+            plain = table.peak_bytes(start, stop, held, held == count, False)
             again = policy.may_recompute and plain > room
             recompute.append(again)
-            peaks.append(int(table.bytes(held, held == count, True)[start, stop] if again else plain))
+            peaks.append(int(table.peak_bytes(start, stop, held, held == count, True) if again else plain))
         return tuple(recompute), tuple(peaks)
 
     def _memory_of_rows(

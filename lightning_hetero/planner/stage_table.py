@@ -18,6 +18,9 @@ from lightning_hetero.simulator.pipeline import StageSeconds
 
 Matrix = NDArray[np.float64]
 
+# Bytes of matrices that a table keeps.
+_KEPT_BYTES = 12 * 2**20
+
 
 class StageTable:
     """All stages of a model, for micro-batches of one size.
@@ -53,6 +56,8 @@ class StageTable:
         # Row a: the running sum of parameters for a stage that begins at a; copies of tied ones except at 0.
         self._parameters = np.where(np.arange(self.units + 1)[:, None] > 0, own + copies, own)
         self._cache: dict[Any, Matrix] = {}
+        self._most_kept = max(16, _KEPT_BYTES // (8 * (self.units + 1) ** 2))
+        self._found_parts: dict[bool, dict[str, Matrix]] = {}
 
     def both(self, kind: str) -> Matrix:
         """Seconds of forward and backward on a device type; infinite where there is no unit."""
@@ -76,8 +81,13 @@ class StageTable:
             all_at_once: whether these are all of the step, so that no gradient is there before the first backward.
             checkpointing: whether only inputs of units are kept.
         """
-        key = ("bytes", in_flight, all_at_once, checkpointing)
-        return self._cached(key, lambda: self._bytes(in_flight, all_at_once, checkpointing))
+        peak: Matrix = self._peak(self._parts(checkpointing), in_flight, all_at_once)
+        return self._stages(peak)
+
+    def peak_bytes(self, start: int, stop: int, in_flight: int, all_at_once: bool, checkpointing: bool) -> float:
+        """The same of one stage, without the matrix."""
+        parts = {name: part[start, stop] for name, part in self._parts(checkpointing).items()}
+        return float(self._peak(parts, in_flight, all_at_once))
 
     def choice(self, kind: str, capacity: float, in_flight: int, all_at_once: bool, may_recompute: bool) -> Matrix:
         """Seconds of forward and backward: without checkpointing where that fits, else with; infinite if neither."""
@@ -94,6 +104,9 @@ class StageTable:
 
     def _cached(self, key: Any, make: Any) -> Matrix:
         if key not in self._cache:
+            if len(self._cache) >= self._most_kept:
+                # The oldest goes: with many units these are large, and deep pipelines ask for many.
+                del self._cache[next(iter(self._cache))]
             self._cache[key] = make()
         return self._cache[key]
 
@@ -101,30 +114,39 @@ class StageTable:
         matrix = prefix[None, :] - prefix[:, None]
         return np.where(np.tri(self.units + 1, dtype=np.bool_), np.inf, matrix)
 
-    def _bytes(self, in_flight: int, all_at_once: bool, checkpointing: bool) -> Matrix:
-        kept, state, samples = self._kept[checkpointing], self.state, self.samples
-        waiting = kept[None, :] - kept[:, None] + self._end[None, :]
-        work = kept[1:] + self._at_work[checkpointing]
-        at_work = (
-            self._largest(np.broadcast_to(work, (self.units + 1, self.units))) - kept[:, None] + self._end[None, :]
-        )
-        first = np.diagonal(self._parameters)[:, None]
-        parameters = self._parameters - first
-        states = parameters * (state.parameter + state.optimizer)
-        fixed = np.ceil(states + parameters * state.gradient)
-        others = (in_flight - 1) * waiting + self._received
-        step = np.ceil(fixed + parameters * state.step_temporary)
+    def _parts(self, checkpointing: bool) -> dict[str, Matrix]:
+        """What the peaks of all stages are made of, apart from how many micro-batches are in flight."""
+        if checkpointing not in self._found_parts:
+            kept, state, samples = self._kept[checkpointing], self.state, self.samples
+            work = kept[1:] + self._at_work[checkpointing]
+            end = self._end[None, :] - kept[:, None]
+            parameters = self._parameters - np.diagonal(self._parameters)[:, None]
+            states = parameters * (state.parameter + state.optimizer)
+            fixed = np.ceil(states + parameters * state.gradient)
+            # While the first backward has come down to unit i, gradients are there of the units from i on.
+            rising = samples * work[None, :] - state.gradient * self._parameters[:, :-1]
+            self._found_parts[checkpointing] = {
+                "waiting": kept[None, :] + end,
+                "at_work": self._largest(np.broadcast_to(work, (self.units + 1, self.units))) + end,
+                "received": self._received,
+                "states": np.ceil(states),
+                "fixed": fixed,
+                "step": np.ceil(fixed + parameters * state.step_temporary),
+                "first": states + state.gradient * self._parameters + self._largest(rising) + samples * end,
+            }
+        return self._found_parts[checkpointing]
+
+    def _peak(self, parts: Mapping[str, Any], in_flight: int, all_at_once: bool) -> Any:
+        """The formula of ``simulator.pipeline_memory``, for matrices or for the numbers of one stage."""
+        samples, waiting, at_work, fixed = self.samples, parts["waiting"], parts["at_work"], parts["fixed"]
+        others = (in_flight - 1) * waiting + parts["received"]
         if not all_at_once:
-            peak = fixed + samples * (others + np.maximum(waiting, at_work))
-            return self._stages(np.maximum(peak, step))
-        # While the first backward has come down to unit i, gradients are there of the units from i on.
-        rising = samples * work[None, :] - state.gradient * self._parameters[:, :-1]
-        moment = self._largest(rising) - samples * kept[:, None] + samples * self._end[None, :]
-        backward = np.ceil(states + state.gradient * self._parameters + moment) + samples * others
-        peak = np.maximum(np.ceil(states) + samples * (others + waiting), backward)
+            return np.maximum(fixed + samples * (others + np.maximum(waiting, at_work)), parts["step"])
+        peak = np.maximum(parts["states"] + samples * (others + waiting), np.ceil(parts["first"]) + samples * others)
         if in_flight > 1:
-            peak = np.maximum(peak, fixed + samples * (others - waiting + at_work))
-        return self._stages(np.maximum(peak, step))
+            one_less = (in_flight - 2) * waiting + parts["received"]
+            peak = np.maximum(peak, fixed + samples * (one_less + at_work))
+        return np.maximum(peak, parts["step"])
 
     def _largest(self, values: Matrix) -> Matrix:
         """``[a, b]``: the largest of ``values[a, a:b]``; shape (units + 1, units) to (units + 1, units + 1)."""
