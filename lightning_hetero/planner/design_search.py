@@ -28,7 +28,7 @@ _ALTERNATIVES = 24
 # A layout whose devices would need so much longer in perfect balance than the best closed form is left out.
 _HOPELESS = 1.3
 _STARTS = 8
-_LAYOUTS_BY_TYPE = 8
+_LAYOUTS_BY_TYPE = 12
 # Up to here single devices are moved between pipelines; with more, only types are.
 _MOST_DEVICES_MOVED = 16
 
