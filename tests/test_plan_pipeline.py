@@ -180,20 +180,18 @@ def random_large(seed):
     return cluster(*devices, within=links[0], between=links[1]), model(*units), Training(dice.randint(8, 100))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_never_slower_than_even_and_never_below_the_bound(seed):
     made = random_large(seed)
     try:
-        search = search_pipeline(*made)
+        plan = plan_pipeline(*made)
     except InfeasibleError:
         pytest.skip("nothing fits in this case")
-    plan = search.plan
     assert plan.lower_bound_s <= plan.predicted_step_s
     problem = Problem(*made, unit_timings(made[1], made[0]))
     space = Space(micro_batch_sizes(made[2].global_batch_size), policies_of(("1f1b", "gpipe"), 2, True))
     even = [problem.evaluate(design).step_s for design in even_designs(problem, space)]
     assert plan.predicted_step_s <= min([math.inf, *even])
-    assert search.even_step_s is None or search.even_step_s == min(even)
     for prediction, device in zip(plan.predictions, made[0].devices, strict=True):
         assert prediction.peak_memory_bytes <= device.memory_bytes
     used = [rank for pipeline in plan.pipelines for rank in pipeline.ranks]
@@ -252,6 +250,9 @@ def test_what_the_search_says():
     assert steps == sorted(steps)
     assert all(each.reason for each in search.candidates)
     assert search.plan.predicted_step_s < search.even_step_s
+    problem = Problem(TWO_AND_TWO, BLOCKS, Training(24), unit_timings(BLOCKS, TWO_AND_TWO))
+    space = Space(micro_batch_sizes(24), policies_of(("1f1b", "gpipe"), 2, True))
+    assert search.even_step_s == min(problem.evaluate(design).step_s for design in even_designs(problem, space))
     text = "\n".join(search.plan.reasons)
     for part in ("the fastest of", "no plan can take less than", "sets the pace", "an even split would take"):
         assert part in text

@@ -1,0 +1,1 @@
+"""How the time and memory of planning whole plans grow with devices and units."""
