@@ -194,7 +194,7 @@ def test_slow_links_make_groups_and_fast_ones_do_not():
     search = search_shard(slow, costs, Training(60), modes=["FULL_SHARD"], explain=False)
     assert search.plan.groups == ((0, 1), (2, 3))
     (one,) = [each for each in search.candidates if each.what == "1 group of 2 x fast + 2 x slow"]
-    assert one.predicted_step_s > 1.1 * search.plan.predicted_step_s
+    assert one.rejected is not None
     fast = dataclasses.replace(slow, between_nodes=WITHIN)
     assert plan_shard(fast, costs, Training(60), modes=["FULL_SHARD"]).groups == ((0, 1, 2, 3),)
 

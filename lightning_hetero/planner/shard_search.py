@@ -33,6 +33,7 @@ from lightning_hetero.planner.training import Training
 from lightning_hetero.simulator.comm import Network
 from lightning_hetero.simulator.shard_prediction import ShardPrediction, predict_shard
 from lightning_hetero.simulator.shard_step import Floats, crossing_s
+from lightning_hetero.units import format_seconds
 
 _GRID = 64
 _SPAN = 4.0
@@ -43,6 +44,12 @@ _ROUGH_STEP = 1.25
 
 _SOLVED = 12
 """partitions that are solved exactly"""
+
+_ASSEMBLED = 4
+"""of these, those that are made into plans and predicted as such"""
+
+_MOST_REFUSED = 100
+"""partitions that are named though they do not fit, or take too long"""
 
 _MOST_COMBINED = 3000
 """the most combinations of layouts of one way to pool kinds"""
@@ -126,11 +133,16 @@ class ShardPlanner:
         """
         even, even_candidate = self._even()
         rough, refused = self._rough()
-        plans: list[tuple[ShardPlan, _Rough]] = []
+        solved: list[tuple[float, dict[GroupSpec, Choice], _Rough]] = []
         for each in rough[:_SOLVED]:
             # What cannot be faster than what is solved already need not be solved.
-            if not plans or each.low_s < min(_step_s(plan) for plan, _ in plans):
-                plans.append((self._solved(each), each))
+            if not solved or each.low_s < min(seconds for seconds, _, _ in solved):
+                solved.append((*self._solved(each), each))
+        solved.sort(key=lambda row: row[0])
+        plans = [
+            (self.assembly.plan(each.partition.groups, each.partition.specs, chosen), each)
+            for _, chosen, each in solved[:_ASSEMBLED]
+        ]
         best: ShardPlan | None = None
         chosen: _Rough | None = None
         if plans:
@@ -139,8 +151,8 @@ class ShardPlanner:
             if even is None:
                 raise NothingFitsError("nothing fits")
             best, chosen = even, None
-        solved = {id(each): plan for plan, each in plans}
-        candidates = [_candidate(each, solved.get(id(each)), best, is_best=each is chosen) for each in rough]
+        made = {id(each): plan for plan, each in plans}
+        candidates = [_candidate(each, made.get(id(each)), best, is_best=each is chosen) for each in rough]
         candidates.sort(key=lambda each: (each.rejected is not None, each.predicted_step_s or 0.0))
         return ShardSearch(best, (*candidates, even_candidate, *refused), even_candidate)
 
@@ -215,22 +227,13 @@ class ShardPlanner:
             ways = [[all_partitions(self.kinds)]]
         else:
             ways = pooled(self.kinds)
-        # Seconds that do: those of all ranks in one group, if they fit.
-        limit_s = self.lower_bound_s * _SPAN
-        together = [[[layout for layout in pool if len(layout.groups) == 1]] for way in ways for pool in way]
-        whole = [way for way in together if any(len(layout.groups[0]) == self.cluster.world_size for layout in way[0])]
-        if whole:
-            limit_s = self._within_s(whole[:1], limit_s)[0]
-        limit_s, rough, refused = self._within_s(ways, limit_s)
-        best_s = min((each.high_s for each in rough), default=np.inf)
-        if best_s * _SPAN < limit_s:
-            limit_s, rough, refused = self._within_s(ways, best_s)
+        rough, refused = self._within_s(ways, self.lower_bound_s * _SPAN)
         rough.sort(key=lambda each: each.high_s)
         return rough, refused
 
     def _within_s(
         self, ways: Sequence[Sequence[Sequence[Layout]]], limit_s: float
-    ) -> tuple[float, list[_Rough], list[ShardCandidate]]:
+    ) -> tuple[list[_Rough], list[ShardCandidate]]:
         """What the grid tells of all partitions, up to a limit, raised until none beyond it can be the fastest."""
         while True:
             grid = np.geomspace(self.lower_bound_s, limit_s, _GRID)
@@ -239,10 +242,10 @@ class ShardPlanner:
             refused: dict[str, ShardCandidate] = {}
             rough = [each for way in ways for each in self._rough_of(way, grid, refused)]
             if not any(self._can_do(way) for way in ways):
-                return limit_s, [], list(refused.values())
+                return [], list(refused.values())
             best_s = min((each.high_s for each in rough), default=np.inf)
             if best_s <= limit_s:
-                return limit_s, rough, list(refused.values())
+                return rough, list(refused.values())
             # Seconds beyond the grid may win where the crossing of what was found takes long.
             limit_s = best_s * (1 + 1e-9) if np.isfinite(best_s) else limit_s * _SPAN
 
@@ -286,6 +289,10 @@ class ShardPlanner:
                 if self.batch > 256:
                     low = max(self.lower_bound_s, low / _ROUGH_STEP)
                 yield _Rough(partition, low + crossing, float(grid[at]) + crossing, crossing)
+            elif len(refused) < _MOST_REFUSED:
+                what = str(_Partition(tuple(layout for layout, _ in combination)))
+                reason = f"takes longer than {format_seconds(float(grid[-1]))}"
+                refused.setdefault(what, ShardCandidate(what, None, reason))
 
     def _done_by(self, layout: Layout, grid: Floats) -> Floats:
         """Samples that a layout's groups do together by each time; hugely negative where one cannot do any."""
@@ -315,8 +322,8 @@ class ShardPlanner:
 
     # -- one partition, exactly ----------------------------------------------------------------------------------------
 
-    def _solved(self, rough: _Rough) -> ShardPlan:
-        """The plan of a partition, by bisection over the time in which its groups do the global batch."""
+    def _solved(self, rough: _Rough) -> tuple[float, dict[GroupSpec, Choice]]:
+        """The seconds of a partition's step, and what its groups do, by bisection over the time that they have."""
         specs = rough.partition.counts
         # The grid tries fewer numbers of micro-batches, so what it says is no lower bound.
         early, late = self.lower_bound_s * (1 - 1e-9), rough.high_s - rough.crossing_s
@@ -329,7 +336,7 @@ class ShardPlanner:
                 early = middle
             else:
                 late, chosen = middle, found
-        return self.assembly.plan(rough.partition.groups, rough.partition.specs, chosen)
+        return late + rough.crossing_s, chosen
 
     def _choices(self, specs: Sequence[tuple[GroupSpec, int]], step_s: float) -> dict[GroupSpec, Choice] | None:
         """What each group does to get the global batch done in time; ``None`` if they cannot."""
