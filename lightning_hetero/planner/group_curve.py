@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -24,6 +25,9 @@ from lightning_hetero.simulator.shard_prediction import group_memory
 from lightning_hetero.simulator.shard_step import Floats, Traffic, lock_step_s
 
 Ints = NDArray[np.int64]
+
+ROUGH_STEP = 1.25
+"""from one number of micro-batches to the next on the grid, above a few"""
 
 _MAX_CHOICES = 16
 """the most ways in which the kinds of a group may be divided into checkpointing ones and others"""
@@ -273,3 +277,16 @@ class Curves:
         # Nothing is asked for beyond the global batch.
         enough = int(np.searchsorted(samples @ ranks, batch)) + 1
         return samples[:enough], full
+
+
+@cache
+def micro_batch_numbers(batch: int, rough: bool) -> Ints:
+    """Numbers of micro-batches to try: all small ones, then steps of some percent."""
+    if batch <= 256:
+        return np.arange(1, batch + 1)
+    small, step = (8, ROUGH_STEP) if rough else (32, 1.04)
+    numbers, number = list(range(1, min(small, batch) + 1)), float(small)
+    while number * step < batch:
+        number *= step
+        numbers.append(round(number))
+    return np.unique(np.array([*numbers, batch], dtype=np.int64))

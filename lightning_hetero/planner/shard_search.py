@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import product
 
 import numpy as np
@@ -22,7 +21,7 @@ from lightning_hetero.costs import ModelCosts
 from lightning_hetero.errors import HeteroError, InfeasibleError, raise_all
 from lightning_hetero.plan import ModelKey, ShardPlan
 from lightning_hetero.planner.batch import split_batch
-from lightning_hetero.planner.group_curve import Choice, Curves, Ints
+from lightning_hetero.planner.group_curve import ROUGH_STEP, Choice, Curves, micro_batch_numbers
 from lightning_hetero.planner.groups import ALL_PARTITIONS, Layout, all_partitions, pooled
 from lightning_hetero.planner.kinds import GroupSpec, Kinds
 from lightning_hetero.planner.seconds import unit_timings
@@ -38,9 +37,6 @@ from lightning_hetero.units import format_seconds
 _GRID = 64
 _SPAN = 4.0
 """the grid of times goes from a lower bound to so many times it, then on from there"""
-
-_ROUGH_STEP = 1.25
-"""from one number of micro-batches to the next on the grid, above a few"""
 
 _SOLVED = 12
 """partitions that are solved exactly"""
@@ -137,7 +133,8 @@ class ShardPlanner:
         for each in rough[:_SOLVED]:
             # What cannot be faster than what is solved already need not be solved.
             if not solved or each.low_s < min(seconds for seconds, _, _ in solved):
-                solved.append((*self._solved(each), each))
+                seconds, choices = self._solved(each, min((row[0] for row in solved), default=np.inf))
+                solved.append((seconds, choices, each))
         solved.sort(key=lambda row: row[0])
         plans = [
             (self.assembly.plan(each.partition.groups, each.partition.specs, chosen), each)
@@ -287,7 +284,7 @@ class ShardPlanner:
                 crossing = self._crossing_s(partition)
                 low = float(grid[at - 1]) if at else self.lower_bound_s
                 if self.batch > 256:
-                    low = max(self.lower_bound_s, low / _ROUGH_STEP)
+                    low = max(self.lower_bound_s, low / ROUGH_STEP)
                 yield _Rough(partition, low + crossing, float(grid[at]) + crossing, crossing)
             elif len(refused) < _MOST_REFUSED:
                 what = str(_Partition(tuple(layout for layout, _ in combination)))
@@ -299,7 +296,7 @@ class ShardPlanner:
         total = np.zeros(len(grid))
         for spec, count in layout.counts:
             if spec not in self._done:
-                numbers = _micro_batch_numbers(self.batch, rough=True)
+                numbers = micro_batch_numbers(self.batch, rough=True)
                 best = np.full(len(grid), -1.0)
                 for curve in self.curves.of(spec):
                     counts = numbers[1:] if curve.accumulates else numbers[:1]
@@ -322,14 +319,17 @@ class ShardPlanner:
 
     # -- one partition, exactly ----------------------------------------------------------------------------------------
 
-    def _solved(self, rough: _Rough) -> tuple[float, dict[GroupSpec, Choice]]:
-        """The seconds of a partition's step, and what its groups do, by bisection over the time that they have."""
+    def _solved(self, rough: _Rough, best_s: float) -> tuple[float, dict[GroupSpec, Choice]]:
+        """The seconds of a partition's step, and what its groups do, by bisection over the time that they have.
+
+        It ends early where the partition turns out to be slower than the best so far.
+        """
         specs = rough.partition.counts
         # The grid tries fewer numbers of micro-batches, so what it says is no lower bound.
         early, late = self.lower_bound_s * (1 - 1e-9), rough.high_s - rough.crossing_s
         chosen = self._choices(specs, late)
         assert chosen is not None
-        while late - early > 1e-8 * late:
+        while late - early > 1e-8 * late and early + rough.crossing_s < best_s:
             middle = early + (late - early) / 2
             found = self._choices(specs, middle)
             if found is None:
@@ -352,7 +352,7 @@ class ShardPlanner:
 
     def _most_samples(self, spec: GroupSpec, step_s: float) -> tuple[int, Choice | None]:
         most, best = -1, None
-        numbers = _micro_batch_numbers(self.batch, rough=False)
+        numbers = micro_batch_numbers(self.batch, rough=False)
         for curve in self.curves.of(spec):
             counts = numbers[1:] if curve.accumulates else numbers[:1]
             if curve.accumulates:
@@ -366,19 +366,6 @@ class ShardPlanner:
             if done[at] > most:
                 most, best = int(done[at]), (curve, int(counts[at]))
         return most, None if best is None else best[0].choice(step_s, best[1])
-
-
-@cache
-def _micro_batch_numbers(batch: int, rough: bool) -> Ints:
-    """Numbers of micro-batches to try: all small ones, then steps of some percent."""
-    if batch <= 256:
-        return np.arange(1, batch + 1)
-    small, step = (8, _ROUGH_STEP) if rough else (32, 1.04)
-    numbers, number = list(range(1, min(small, batch) + 1)), float(small)
-    while number * step < batch:
-        number *= step
-        numbers.append(round(number))
-    return np.unique(np.array([*numbers, batch], dtype=np.int64))
 
 
 def _most_promising(layouts: Sequence[tuple[Layout, Floats]], most: int, batch: int) -> list[tuple[Layout, Floats]]:
