@@ -50,6 +50,31 @@ class Layout:
         return cls(groups, specs, counts, nodes, _name(kinds, counts))
 
 
+@dataclass(frozen=True)
+class Partition:
+    """A partition of all ranks into groups, in one or more layouts of some ranks each."""
+
+    layouts: tuple[Layout, ...]
+
+    @property
+    def counts(self) -> list[tuple[GroupSpec, int]]:
+        """What groups look like, and how many do."""
+        return [each for layout in self.layouts for each in layout.counts]
+
+    @property
+    def specs(self) -> list[GroupSpec]:
+        """What each group looks like."""
+        return [spec for layout in self.layouts for spec in layout.specs]
+
+    @property
+    def groups(self) -> list[tuple[int, ...]]:
+        """Ranks of each group."""
+        return [group for layout in self.layouts for group in layout.groups]
+
+    def __str__(self) -> str:
+        return "; ".join(layout.name for layout in self.layouts)
+
+
 def all_partitions(kinds: Kinds) -> list[Layout]:
     """Every partition of all ranks, those that look alike once."""
     ranks = range(len(kinds.of_rank))

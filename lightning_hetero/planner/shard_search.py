@@ -22,20 +22,21 @@ from lightning_hetero.errors import HeteroError, InfeasibleError, raise_all
 from lightning_hetero.plan import ModelKey, ShardPlan
 from lightning_hetero.planner.batch import split_batch
 from lightning_hetero.planner.group_curve import ROUGH_STEP, Choice, Curves, micro_batch_numbers
-from lightning_hetero.planner.groups import ALL_PARTITIONS, Layout, all_partitions, pooled
+from lightning_hetero.planner.groups import ALL_PARTITIONS, Layout, Partition, all_partitions, pooled
 from lightning_hetero.planner.kinds import GroupSpec, Kinds
 from lightning_hetero.planner.seconds import unit_timings
 from lightning_hetero.planner.shard_assembly import ShardAssembly
 from lightning_hetero.planner.shard_candidates import ShardCandidate, ShardSearch
 from lightning_hetero.planner.shard_options import ShardOptions
+from lightning_hetero.planner.shard_polish import Polish
 from lightning_hetero.planner.training import Training
 from lightning_hetero.simulator.comm import Network
 from lightning_hetero.simulator.shard_prediction import ShardPrediction, predict_shard
 from lightning_hetero.simulator.shard_step import Floats, crossing_s
 from lightning_hetero.units import format_seconds
 
-_GRID = 64
-_SPAN = 4.0
+_GRID = 40
+_SPAN = 2.0
 """the grid of times goes from a lower bound to so many times it, then on from there"""
 
 _SOLVED = 12
@@ -43,6 +44,9 @@ _SOLVED = 12
 
 _ASSEMBLED = 4
 """of these, those that are made into plans and predicted as such"""
+
+_POLISHED = 1.25
+"""partitions of a few ranks that are so many times slower than the best are improved as well"""
 
 _MOST_REFUSED = 100
 """partitions that are named though they do not fit, or take too long"""
@@ -56,32 +60,10 @@ class NothingFitsError(InfeasibleError):
 
 
 @dataclass(frozen=True)
-class _Partition:
-    """A partition of all ranks into groups, in one or more layouts of some ranks each."""
-
-    layouts: tuple[Layout, ...]
-
-    @property
-    def counts(self) -> list[tuple[GroupSpec, int]]:
-        return [each for layout in self.layouts for each in layout.counts]
-
-    @property
-    def specs(self) -> list[GroupSpec]:
-        return [spec for layout in self.layouts for spec in layout.specs]
-
-    @property
-    def groups(self) -> list[tuple[int, ...]]:
-        return [group for layout in self.layouts for group in layout.groups]
-
-    def __str__(self) -> str:
-        return "; ".join(layout.name for layout in self.layouts)
-
-
-@dataclass(frozen=True)
 class _Rough:
     """What the grid tells of a partition: its step takes between ``low_s`` and ``high_s`` seconds."""
 
-    partition: _Partition
+    partition: Partition
     low_s: float
     high_s: float
     crossing_s: float
@@ -129,17 +111,7 @@ class ShardPlanner:
         """
         even, even_candidate = self._even()
         rough, refused = self._rough()
-        solved: list[tuple[float, dict[GroupSpec, Choice], _Rough]] = []
-        for each in rough[:_SOLVED]:
-            # What cannot be faster than what is solved already need not be solved.
-            if not solved or each.low_s < min(seconds for seconds, _, _ in solved):
-                seconds, choices = self._solved(each, min((row[0] for row in solved), default=np.inf))
-                solved.append((seconds, choices, each))
-        solved.sort(key=lambda row: row[0])
-        plans = [
-            (self.assembly.plan(each.partition.groups, each.partition.specs, chosen), each)
-            for _, chosen, each in solved[:_ASSEMBLED]
-        ]
+        plans = self._plans(rough)
         best: ShardPlan | None = None
         chosen: _Rough | None = None
         if plans:
@@ -152,6 +124,27 @@ class ShardPlanner:
         candidates = [_candidate(each, made.get(id(each)), best, is_best=each is chosen) for each in rough]
         candidates.sort(key=lambda each: (each.rejected is not None, each.predicted_step_s or 0.0))
         return ShardSearch(best, (*candidates, even_candidate, *refused), even_candidate)
+
+    def _plans(self, rough: Sequence[_Rough]) -> list[tuple[ShardPlan, _Rough]]:
+        """Plans of the partitions that are worth one."""
+        few = self.cluster.world_size <= ALL_PARTITIONS
+        solved: list[tuple[float, dict[GroupSpec, Choice], _Rough]] = []
+        for each in rough[:_SOLVED]:
+            best_s = min((row[0] for row in solved), default=np.inf)
+            # What cannot be faster than what is solved already need not be solved; small changes may make it faster.
+            if each.low_s < best_s * (_POLISHED if few else 1):
+                seconds, choices = self._solved(each, best_s * (_POLISHED if few else 1))
+                solved.append((seconds, choices, each))
+        solved.sort(key=lambda row: row[0])
+        plans = [
+            (self.assembly.plan(each.partition.groups, each.partition.specs, chosen), each)
+            for _, chosen, each in solved[: _SOLVED if few else _ASSEMBLED]
+        ]
+        if few:
+            polish = Polish(self.curves)
+            better = [(polish.best(plan), each) for plan, each in plans]
+            plans = [(self.assembly.complete(plan, self.prediction(plan)), each) for plan, each in better]
+        return plans
 
     def changed(
         self, *, cluster: Cluster | None = None, options: ShardOptions | None = None, batch: int | None = None
@@ -280,14 +273,14 @@ class ShardPlanner:
             done = sum(each for _, each in combination)
             at = int(np.searchsorted(done, self.batch))
             if at < len(grid):
-                partition = _Partition(tuple(layout for layout, _ in combination))
+                partition = Partition(tuple(layout for layout, _ in combination))
                 crossing = self._crossing_s(partition)
                 low = float(grid[at - 1]) if at else self.lower_bound_s
                 if self.batch > 256:
                     low = max(self.lower_bound_s, low / ROUGH_STEP)
                 yield _Rough(partition, low + crossing, float(grid[at]) + crossing, crossing)
             elif len(refused) < _MOST_REFUSED:
-                what = str(_Partition(tuple(layout for layout, _ in combination)))
+                what = str(Partition(tuple(layout for layout, _ in combination)))
                 reason = f"takes longer than {format_seconds(float(grid[-1]))}"
                 refused.setdefault(what, ShardCandidate(what, None, reason))
 
@@ -311,7 +304,7 @@ class ShardPlanner:
                 return f"a group of {spec.size} does not fit its memory in any mode"
         return "fits"
 
-    def _crossing_s(self, partition: _Partition) -> float:
+    def _crossing_s(self, partition: Partition) -> float:
         sizes = {spec.size for spec, _ in partition.counts}
         nodes = sum((layout.nodes for layout in partition.layouts), Counter[int]())
         spread = tuple(sorted(nodes.values(), reverse=True))
