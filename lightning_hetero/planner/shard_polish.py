@@ -79,9 +79,9 @@ class Polish:
             yield changed
             yield from self._moved(changed, within=plan.group_of(rank))
         for index, mode in enumerate(plan.modes):
-            for other in self.curves.modes:
-                if other != mode and (other == "NO_SHARD") == (mode == "NO_SHARD"):
-                    yield replace(plan, modes=_with(plan.modes, index, other))
+            for another in self.curves.modes:
+                if another != mode and "NO_SHARD" not in (another, mode):
+                    yield replace(plan, modes=_with(plan.modes, index, another))
 
     def _moved(self, plan: ShardPlan, within: int | None = None) -> Iterator[ShardPlan]:
         """With a sample, or one for each micro-batch, moved from one rank to another."""
