@@ -183,3 +183,18 @@ def test_gathered_parameters_count_while_fsdp_holds_them(one_rank: None) -> None
     del model, layer
     gc.collect()
     assert live.recount() == 0
+
+
+def test_what_dtensor_tries_on_whole_shapes_takes_no_memory(one_rank: None) -> None:
+    """DTensor runs an operation on fake tensors of the whole shape, the first time: its first AdamW step, say."""
+    model = nn.Linear(256, 256, bias=False)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+    fully_shard(model, mesh=mesh)
+    model.weight.grad = torch.zeros_like(model.weight)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    live = LiveStorages()
+    live.add_module(model)
+    with live.observing():
+        optimizer.step()
+    states = 4 * 256 * KIB  # parameter, gradient, two moments
+    assert states <= live.peak_bytes < states + 16 * KIB

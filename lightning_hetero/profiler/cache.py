@@ -22,7 +22,7 @@ from lightning_hetero.profiler.memory import tensors_in
 from lightning_hetero.profiler.structure import structure_hash
 from lightning_hetero.records import write_json
 
-SCHEMA = 1
+SCHEMA = 2
 
 VARIABLE = "LIGHTNING_HETERO_CACHE"
 """environment variable: the folder of the cache, or ``off``"""

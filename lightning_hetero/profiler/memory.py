@@ -100,6 +100,8 @@ class LiveStorages:
         if tensor.layout is not torch.strided or tensor.is_meta:
             return 0
         storage = tensor.untyped_storage()
+        if storage.device.type == "meta":
+            return 0  # a fake tensor: DTensor runs an operation on whole shapes, the first time, to see what comes out
         key = id(storage)
         entry = self._live.get(key)
         if entry is None:

@@ -64,18 +64,22 @@ class FirstBatch:
             return self._to_device(collate(items))
 
     def measure_step(self, samples: int) -> StepMeasurement:
-        """Run forward and backward of so many samples; return busy seconds and peak bytes."""
+        """Run forward and backward of so many samples; return busy seconds and peak bytes.
+
+        As in Lightning's own steps, the gradients of the step before live through the forward: call
+        :meth:`forget_gradients` after the last one.
+        """
         with untouched(self.module):
             batch = self.batch(samples)
             self._instruments.take_peak_bytes()
             self._instruments.timer.take_s()
             with self._instruments.step(batch):
                 loss = self._step(batch)
+                self.forget_gradients()
                 if loss is not None and loss.requires_grad:
                     # a share of zero leaves no gradient behind, and costs what a real one costs
                     (loss * 0.0).backward()  # type: ignore[no-untyped-call]
             busy_s = self._instruments.timer.take_s()
-        self._forget_gradients()
         return StepMeasurement(busy_s, self._instruments.take_peak_bytes())
 
     def count_flops(self) -> float:
@@ -86,7 +90,7 @@ class FirstBatch:
                 loss = self._step(batch)
                 if loss is not None and loss.requires_grad:
                     (loss * 0.0).backward()  # type: ignore[no-untyped-call]
-        self._forget_gradients()
+        self.forget_gradients()
         return float(counter.flops)
 
     def loss_of(self, batch: Any, seed: int) -> Tensor | None:
@@ -133,6 +137,7 @@ class FirstBatch:
             output = output.get("loss")
         return output if isinstance(output, Tensor) else None
 
-    def _forget_gradients(self) -> None:
+    def forget_gradients(self) -> None:
+        """Leave no gradient behind."""
         for parameter in self.module.parameters():
             parameter.grad = None

@@ -117,6 +117,7 @@ class Opening:
             capacity_bytes=strategy.cluster.devices[strategy.global_rank].memory_bytes,
             resident_bytes=planning.local_bytes(self._module.parameters()),
         )
+        first.forget_gradients()
         cache.store(key, asdict(own))
         return own
 
