@@ -9,9 +9,9 @@ With m micro-batches, all of them take a point of the curve and some of them the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import product
 
 import numpy as np
@@ -22,7 +22,7 @@ from lightning_hetero.planner.kinds import GroupSpec, Kinds
 from lightning_hetero.simulator.comm import Network
 from lightning_hetero.simulator.memory import StateBytes
 from lightning_hetero.simulator.shard_prediction import group_memory
-from lightning_hetero.simulator.shard_step import Floats, Traffic, lock_step_s
+from lightning_hetero.simulator.shard_step import Floats, Passes, Traffic, lock_step_s
 
 Ints = NDArray[np.int64]
 
@@ -84,15 +84,24 @@ class Curve:
         """
         counts = micro_batches[:, np.newaxis]
         at = np.searchsorted(self.seconds, step_s / counts * (1 + 1e-12), side="right") - 1
-        last = len(self.seconds) - 1
-        here, beyond = np.maximum(at, 0), np.minimum(at + 1, last)
-        more_s = self.seconds[beyond] - self.seconds[here]
+        here = np.maximum(at, 0)
+        more_s, more = self._to_next
         left_s = step_s - counts * self.seconds[here]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            larger = np.where(more_s > 0, np.floor(left_s / more_s * (1 + 1e-12)), 0)
-        larger = np.clip(larger, 0, counts - 1).astype(np.int64)
-        done = counts * self.capacity[here] + larger * (self.capacity[beyond] - self.capacity[here])
-        return np.where(at < 0, -1, done)
+        beyond = np.floor(left_s / more_s[here] * (1 + 1e-12))
+        larger = np.minimum(np.maximum(beyond, 0), counts - 1).astype(np.int64)
+        done: Ints = counts * self.capacity[here] + larger * more[here]
+        done[at < 0] = -1
+        return done
+
+    @cached_property
+    def _to_next(self) -> tuple[Floats, Ints]:
+        """Seconds and samples from each point to the next; infinite seconds where there is nothing to gain."""
+        more_s = np.full(self.seconds.shape, np.inf)
+        more = np.zeros(self.capacity.shape, dtype=np.int64)
+        gained_s = self.seconds[1:] - self.seconds[:-1]
+        more_s[:-1][gained_s > 0] = gained_s[gained_s > 0]
+        more[:-1] = self.capacity[1:] - self.capacity[:-1]
+        return more_s, more
 
     def choice(self, step_s: float, micro_batches: int) -> Choice:
         """What the group does in ``step_s`` seconds with so many micro-batches; it must be able to."""
@@ -141,11 +150,15 @@ class Curves:
         self._points: dict[tuple[int, str, bool, bool], tuple[Floats, Floats]] = {}
         self._parameters = costs.parameters
         self._traffic: dict[tuple[object, ...], Traffic] = {}
+        self._top: dict[int, int] = {}
+        self._paths: dict[tuple[object, ...], tuple[Ints, Ints]] = {}
 
     def set_limit_s(self, limit_s: float) -> None:
         """Make curves end at micro-batches of so many seconds; those made before are forgotten."""
         self.limit_s = limit_s
         self._curves.clear()
+        self._top.clear()
+        self._paths.clear()
 
     def of(self, spec: GroupSpec) -> tuple[Curve, ...]:
         """The curves of a group that are worth it; none if no rank can take a sample in any way."""
@@ -233,15 +246,15 @@ class Curves:
 
     def _tops(self, spec: GroupSpec) -> list[int]:
         """For each kind the most samples of a micro-batch that the limit of seconds lets one of its ranks do."""
-        tops = []
         for kind, _ in spec.counts:
-            plain = self.kinds.kinds[kind].plain
-            if not np.isfinite(self.limit_s):
-                tops.append(self.global_batch_size)
+            if kind in self._top:
                 continue
-            # one beyond the limit, so that the curve tells what the next sample would take
-            tops.append(max(1, int((self.limit_s - plain.fixed_s) / plain.per_sample_s) + 2))
-        return tops
+            plain, top = self.kinds.kinds[kind].plain, self.global_batch_size
+            if np.isfinite(self.limit_s):
+                # one beyond the limit, so that the curve tells what the next sample would take
+                top = max(1, int((self.limit_s - plain.fixed_s) / plain.per_sample_s) + 2)
+            self._top[kind] = top
+        return [self._top[kind] for kind, _ in spec.counts]
 
     def _curve(self, spec: GroupSpec, mode: str, checkpointing: tuple[bool, ...], accumulates: bool) -> Curve | None:
         most = []
@@ -252,31 +265,34 @@ class Curves:
         passes = [
             self.kinds.kinds[kind].passes(again) for (kind, _), again in zip(spec.counts, checkpointing, strict=True)
         ]
-        ranks = np.array([count for _, count in spec.counts])
-        lines = [(each.fixed_s, each.per_sample_s) for each in passes]
-        samples, full = self._path(lines, most, self._tops(spec), ranks)
-        seconds = lock_step_s(passes, samples, self.traffic(spec, mode))
-        return Curve(mode, checkpointing, accumulates, seconds, samples @ ranks, samples, full)
-
-    def _path(
-        self, lines: list[tuple[float, float]], most: list[int], tops: list[int], ranks: Ints
-    ) -> tuple[Ints, bool]:
-        """Samples of each kind, point after point, and whether memory ends them."""
         batch = self.global_batch_size
-        levels, steps, full = [], [], False
-        for index, ((fixed_s, per_sample_s), limit) in enumerate(zip(lines, most, strict=True)):
-            asked = min(tops[index], max(1, -(-batch // int(ranks[index]))))
-            full = full or limit < asked
-            levels.append(fixed_s + per_sample_s * np.arange(2, min(asked, limit) + 1))
-            steps.append(np.full(len(levels[-1]), index))
-        order = np.argsort(np.concatenate(levels), kind="stable")
-        which = np.concatenate(steps)[order]
-        samples = np.ones((len(which) + 1, len(lines)), dtype=np.int64)
-        for index in range(len(lines)):
-            samples[1:, index] += np.cumsum(which == index)
+        asked = [
+            min(top, max(1, -(-batch // count))) for top, (_, count) in zip(self._tops(spec), spec.counts, strict=True)
+        ]
+        limits = tuple(map(min, asked, most))
+        key = (spec.counts, checkpointing, limits)
+        if key not in self._paths:
+            self._paths[key] = self._path(passes, limits, [count for _, count in spec.counts])
+        samples, capacity = self._paths[key]
+        seconds = lock_step_s(passes, samples, self.traffic(spec, mode))
+        full = any(limit < wanted for limit, wanted in zip(limits, asked, strict=True))
+        return Curve(mode, checkpointing, accumulates, seconds, capacity, samples, full)
+
+    def _path(self, passes: Sequence[Passes], limits: Sequence[int], ranks: Sequence[int]) -> tuple[Ints, Ints]:
+        """Samples of each kind up to its limit, point after point, and of all ranks together."""
+        further = [np.arange(2, limit + 1) for limit in limits]
+        if len(passes) == 1:
+            samples = np.arange(1, limits[0] + 1)[:, np.newaxis]
+        else:
+            levels = [own.fixed_s + own.per_sample_s * each for own, each in zip(passes, further, strict=True)]
+            which = np.repeat(np.arange(len(passes)), [len(each) for each in further])
+            which = which[np.argsort(np.concatenate(levels), kind="stable")]
+            samples = np.ones((len(which) + 1, len(passes)), dtype=np.int64)
+            samples[1:] += np.cumsum(which[:, np.newaxis] == np.arange(len(passes)), axis=0)
+        capacity = samples @ np.array(ranks)
         # Nothing is asked for beyond the global batch.
-        enough = int(np.searchsorted(samples @ ranks, batch)) + 1
-        return samples[:enough], full
+        enough = int(np.searchsorted(capacity, self.global_batch_size)) + 1
+        return samples[:enough], capacity[:enough]
 
 
 @cache

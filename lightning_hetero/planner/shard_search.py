@@ -306,7 +306,9 @@ class ShardPlanner:
 
     def _crossing_s(self, partition: Partition) -> float:
         sizes = {spec.size for spec, _ in partition.counts}
-        nodes = sum((layout.nodes for layout in partition.layouts), Counter[int]())
+        nodes = Counter[int]()
+        for layout in partition.layouts:
+            nodes.update(layout.nodes)
         spread = tuple(sorted(nodes.values(), reverse=True))
         return crossing_s(self.costs.parameters, self.state, self.network, sizes, spread)
 

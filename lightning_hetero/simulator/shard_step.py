@@ -117,12 +117,18 @@ class Traffic:
         Returns:
             Shape (...).
         """
-        ahead = np.append(self.gather_s[1:], 0.0)
-        beside = np.append(0.0, self.gather_again_s[:-1]) + np.append(self.reduce_s[1:], 0.0)
+        ahead, beside = self._neighbours_s
         seconds: Floats = np.maximum(forward_s, ahead).sum(axis=-1) + np.maximum(backward_s, beside).sum(axis=-1)
         exposed = self.root_s + self.gather_s[0] + self.gather_again_s[-1] + self.reduce_s[0]
         seconds += exposed
         return seconds
+
+    @cached_property
+    def _neighbours_s(self) -> tuple[Floats, Floats]:
+        """Communication that runs beside each unit's forward and backward."""
+        ahead = np.append(self.gather_s[1:], 0.0)
+        beside = np.append(0.0, self.gather_again_s[:-1]) + np.append(self.reduce_s[1:], 0.0)
+        return ahead, beside
 
 
 def lock_step_s(passes: Sequence[Passes], samples: NDArray[np.int64], traffic: Traffic) -> Floats:
