@@ -17,7 +17,7 @@ from lightning_hetero.records import write_json
 
 SCHEMA = 1
 DEVICES = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
-UNITS = (26, 50, 98, 194)
+UNITS = (26, 50, 98, 194, 386)
 # The case that the project promises: below 2 s and 500 MB on one thread.
 PROMISED = (1024, 98)
 
@@ -42,6 +42,8 @@ def run(quick: bool, planners: list[str], console: Console) -> dict[str, Any]:
             for axis, (devices, units) in sizes:
                 status.update(f"{planner}: {devices} devices, {units} units")
                 rows[axis].append(measure(planner, devices, units, 1 if quick else 3))
+            status.update(f"{planner}: with torch imported")
+            rows["with_torch"] = [measure(planner, *((64, 98) if quick else PROMISED), 1, torch=True)]
             growth[planner] = rows
     return {"schema": SCHEMA, "quick": quick, "environment": environment(), "growth": growth}
 

@@ -7,14 +7,15 @@ from lightning_hetero.costs import ModelCosts, UnitCost
 from lightning_hetero.planner.training import Training
 
 GIB = 2**30
-# Type, memory in GiB, FLOP/s: thirds of the nodes.
-KINDS = (("large", 80, 300e12), ("middle", 40, 120e12), ("small", 24, 60e12))
+# Type, memory in GiB, FLOP/s: thirds of the nodes. 98 units over 4 devices need 57 GiB on each.
+KINDS = (("large", 141, 300e12), ("middle", 80, 120e12), ("small", 64, 60e12))
 
 
 def make_case(devices: int, units: int) -> tuple[Cluster, ModelCosts, Training]:
     """``devices`` on nodes of eight, of three types; blocks of 150 million parameters between embedding and head.
 
-    The global batch is four samples per device.
+    The global batch is four samples per device. Memory is such that even four devices hold 98 units in one shard group,
+    whose ranks all hold the same part of the model: both planners plan the same cases.
     """
     nodes = max(1, devices // 8)
     members = []

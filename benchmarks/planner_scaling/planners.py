@@ -7,8 +7,7 @@ from typing import Any
 
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import ModelCosts
-from lightning_hetero.planner import plan_pipeline
-from lightning_hetero.planner.training import Training
+from lightning_hetero.planner import Training, plan_pipeline, plan_shard
 
 # A plan has predicted_step_s and lower_bound_s.
-PLANNERS: dict[str, Callable[[Cluster, ModelCosts, Training], Any]] = {"pipeline": plan_pipeline}
+PLANNERS: dict[str, Callable[[Cluster, ModelCosts, Training], Any]] = {"pipeline": plan_pipeline, "shard": plan_shard}
