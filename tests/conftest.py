@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.harness.filters import IGNORED_WARNINGS
 from tests.harness.pool import WarmRanks
@@ -14,6 +15,10 @@ from tests.harness.pool import WarmRanks
 def pytest_configure(config: pytest.Config) -> None:
     """The same warnings are ignored here and in the ranks; nothing measured is kept from test to test."""
     os.environ["LIGHTNING_HETERO_CACHE"] = "off"
+    # the same examples in every run; HYPOTHESIS_PROFILE=explore looks for new ones
+    settings.register_profile("reproducible", derandomize=True)
+    settings.register_profile("explore", max_examples=500)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "reproducible"))
     for text in IGNORED_WARNINGS:
         config.addinivalue_line("filterwarnings", text)
 

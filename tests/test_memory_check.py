@@ -8,15 +8,19 @@ from lightning_hetero.simulator import shard_memory
 from lightning_hetero.simulator.sharded_memory import GLOO_BUFFERS
 from tests.memory_fits import Size, measured_units, parameters_outside_units, peaks_of_a_rank
 
-SIZES = [
-    Size((6, 2)),
+MORE = [
     Size((6, 2), reshard=False),
     Size((1, 1)),
-    Size((1, 1), reshard=False),
     Size((3, 9), depth=3, width=384),
-    Size((8, 5, 2, 1)),
     Size((8, 5, 2, 1), reshard=False),
     Size((20, 3, 6, 1), depth=4, width=96),
+]
+SIZES = [
+    Size((6, 2)),
+    Size((1, 1), reshard=False),
+    Size((8, 5, 2, 1)),
+    Size((20, 3, 6, 1), depth=4, width=96, reshard=False),
+    *(pytest.param(size, marks=pytest.mark.slow) for size in MORE),
 ]
 
 

@@ -400,3 +400,11 @@ def test_all_problems_are_listed_at_once():
     with pytest.raises(HeteroError) as caught:
         partition_units([[1, -1], [1]], memory_bytes=[1, -3], capacity_bytes=[1])
     assert str(caught.value).count("\n  - ") == 4
+
+
+def test_the_smallest_and_the_largest_seconds_there_are() -> None:
+    """Ratios of such seconds exceed what a float holds (found by hypothesis)."""
+    partition = partition_units([[0.0, 0.0], [1.0, 5e-324]], fixed_order=False)
+    assert (partition.order, partition.counts, partition.bottleneck_s) == ((0, 1), (1, 1), 5e-324)
+    partition = partition_units([[1e300, 5e-324, 5e-324, 5e-324], [5e-324, 1e300, 1e300, 1e300]], fixed_order=False)
+    assert (partition.order, partition.counts) == ((1, 0), (1, 3))

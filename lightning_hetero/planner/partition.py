@@ -168,9 +168,10 @@ def _devices_of(optimum: Optimum, kinds: tuple[int, ...], fixed_order: bool) -> 
 def _evenest_cut(optimum: Optimum, seconds: Sequence[list[int]]) -> tuple[int, ...]:
     """The cut within the optimum with the least sum of squared stage seconds."""
     quantum = max(optimum.limit, 1)
-    # Rounded unit by unit, so that equal units count as equal wherever they stand.
+    # Rounded unit by unit, so that equal units count as equal wherever they stand. A unit above the limit is in no
+    # stage of such a device, and would only cost the others their digits.
     rows = [
-        np.array([0, *accumulate(_STEPS * (b - a) // quantum for a, b in pairwise(row))], dtype=np.float64)
+        np.array([0, *accumulate(min(_STEPS * (b - a) // quantum, 2 * _STEPS) for a, b in pairwise(row))], np.float64)
         for row in seconds
     ]
 
