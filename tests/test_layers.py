@@ -15,6 +15,7 @@ LEVELS = {
     "errors": 0,
     "units": 0,
     "records": 0,
+    "late": 0,
     "cluster": 1,
     "costs": 1,
     "schedule": 1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from lightning_hetero.errors import HeteroError, raise_all
 from lightning_hetero.simulator.memory import StateBytes
@@ -53,7 +54,7 @@ class Training:
         ]
         raise_all(HeteroError, "the training cannot be planned", problems)
 
-    @property
+    @cached_property  # searches ask thousands of times
     def state(self) -> StateBytes:
         """Bytes per parameter of each state."""
         stored, gathered, reduced = _PRECISIONS[self.precision]
