@@ -58,10 +58,12 @@ def cases(cluster_path: Path, quick: bool) -> dict[str, tuple[Case, Effort]]:
         cluster_path=cluster_path.resolve(),
     )
     # large enough that communication, some 0.2 s a step on two cores, does not dominate
-    real_work = Case("real work", 2, global_batch=384, solo_batch=96, doubled_ranks=(1,))
+    real_work = Case(
+        "real work", 2, global_batch=288 if quick else 384, solo_batch=64 if quick else 96, doubled_ranks=(1,)
+    )
     equal = Case("equal devices", 2, global_batch=32, solo_batch=16)
     if quick:
-        efforts = Effort(2, 1, warmup_steps=0), Effort(2, 1), Effort(5, 2)
+        efforts = Effort(2, 1, warmup_steps=0), Effort(2, 1), Effort(4, 2)
     else:
         efforts = Effort(3, 2), Effort(6, 2), Effort(20, 2)
     return dict(zip(PARTS, zip((emulated, real_work, equal), efforts, strict=True), strict=True))

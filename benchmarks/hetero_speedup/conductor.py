@@ -41,7 +41,8 @@ def measure_overhead(case: Case, effort: Effort, progress: Progress) -> dict[str
 
 def steps_of_case(case: Case, effort: Effort) -> int:
     """Steps that :func:`measure_case` will run, for a progress bar."""
-    return (2 + len(case.rank_of_kind())) * effort.steps_per_arm
+    alone = len(case.rank_of_kind())
+    return (2 + alone) * effort.steps_per_arm + alone * max(0, 1 - effort.warmup_steps)
 
 
 def _alternate(
@@ -55,7 +56,8 @@ def _alternate(
             progress(f"{title}: starting {name}", 0)
             running[name] = stack.enter_context(_closing(ArmRanks(name, arm, case, case.world_size)))
             times[name].info = running[name].wait_ready()
-            for _ in range(effort.warmup_steps):
+            # a device alone runs short steps, of which the first is a poor example; others have measured by now
+            for _ in range(max(effort.warmup_steps, int(case.world_size == 1))):
                 running[name].step()
                 progress(f"{title}: {name}", 1)
         for turn in range(effort.turns):

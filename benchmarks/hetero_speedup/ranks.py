@@ -37,6 +37,7 @@ _PRELOAD = [
     "lightning.pytorch",
     "timm",
     "sklearn.datasets",
+    "benchmarks.hetero_speedup.arms",
 ]
 
 

@@ -17,8 +17,8 @@ Plan the training of one model on unequal devices.
   profile    what every unit of a model costs: FLOPs, bytes, seconds          -> costs.json
   plan       who does what: shard groups and batch shares, or pipeline stages -> plan.json
 
-Every file is meant to be read, and may be edited by hand. The strategies hetero_fsdp and hetero_pipe do all of this by
-themselves when they are given none of them."""
+Every file is meant to be read, and may be edited by hand. The strategy hetero_fsdp does all of this by itself, for any
+model, when it is given none of them; profile and plan work on the models that this package builds by name."""
 
 EPILOG = """\
 Each command has its own manual: lightning-hetero plan --help. Exit status: 0 done; 2 wrong arguments, a wrong file,

@@ -12,6 +12,8 @@ from lightning_hetero.cli.profile import add_model_arguments, counted_costs
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import ModelCosts
 from lightning_hetero.errors import HeteroError, InfeasibleError
+from lightning_hetero.plan import PipelinePlan, ShardPlan
+from lightning_hetero.plan.runnable import not_runnable_yet
 from lightning_hetero.planner.even import even_pipeline_plan, even_shard_plan
 from lightning_hetero.planner.pipeline import PipelineSearch, plan_pipeline, search_pipeline
 from lightning_hetero.planner.shard import plan_shard, search_shard
@@ -40,8 +42,9 @@ examples:
   lightning-hetero plan --cluster cluster.yaml --model vit_5b --precision bf16-true --strategy hetero_pipe \\
       --global-batch 512 --out plan.json
 
-Trainer(strategy=HeteroFSDPStrategy(plan="plan.json")) trains by the file. It may be edited by hand, and is checked when
-it is read."""
+Trainer(strategy=HeteroFSDPStrategy(plan="plan.json")) trains a model of that name and size by the file, where the plan
+has one shard group and one micro-batch: others can be planned, and not run yet, and what is printed says so. The file
+may be edited by hand, and is checked when it is read."""
 
 _COMPUTE = {"64-true": "float64", "bf16-true": "bfloat16", "16-true": "float16"}
 _COMPUTE |= {"bf16-mixed": "bfloat16", "16-mixed": "float16", "32-true": "float32"}
@@ -135,8 +138,10 @@ def run(options: argparse.Namespace) -> int:
     plan = planned.plan
     screen = console()
     screen.print(plan_table(plan, cluster, planned.even))
-    lines = plan_lines(plan, planned.even) + _misfits(planned.even, cluster) + rejected
-    lines += notes + _unmeasured(costs, cluster)
+    misfits = _misfits(planned.even, cluster)
+    lines = plan_lines(plan, planned.even, misfit=bool(misfits)) + misfits + rejected
+    lines += notes + _unmeasured(costs, cluster) + _beyond_measured(plan, costs, cluster)
+    lines += [f"mind: this plan cannot be run yet: {why}" for why in not_runnable_yet(plan)]
     if options.explain:
         screen.print(tried_table(explanation))
         lines += explanation_lines(explanation)
@@ -258,6 +263,25 @@ def _unmeasured(costs: ModelCosts, cluster: Cluster) -> list[str]:
         f"seconds on {where} were not measured: they are FLOPs over the device's speed, which real models seldom reach"
     )
     return [f'{text}; "lightning-hetero profile" measures them']
+
+
+def _beyond_measured(plan: Plan, costs: ModelCosts, cluster: Cluster) -> list[str]:
+    """Where a plan's micro-batches are much larger than those that were measured, and its line may lead astray."""
+    largest: dict[str, int] = {}
+    for unit in costs.units:
+        for kind in set(unit.timings) & set(cluster.types):
+            largest[kind] = max([largest.get(kind, 0), *(point.samples for point in unit.timings[kind].points)])
+    sizes = plan.micro_batch_sizes or plan.batch_shares if isinstance(plan, ShardPlan) else ()
+    planned = dict.fromkeys(cluster.types, 0)
+    for rank, device in enumerate(cluster.devices):
+        size = plan.micro_batch_size if isinstance(plan, PipelinePlan) else sizes[rank]
+        planned[device.type] = max(planned[device.type], size)
+    return [
+        f"mind: on {kind} up to {most} samples at once were measured, and the plan has {planned[kind]}: seconds beyond "
+        f"are those of a line; profile with --micro-batches up to {planned[kind]}"
+        for kind, most in largest.items()
+        if 0 < most < planned[kind] / 4
+    ]
 
 
 def _misfits(even: Plan | None, cluster: Cluster) -> list[str]:

@@ -159,5 +159,20 @@ def _finish(costs: ModelCosts, before: ModelCosts | None, out: Path) -> None:
     costs.save(out)
     screen = console()
     screen.print(costs_table(costs))
-    for line in [*costs_lines(costs), f"written to {out}"]:
+    for line in [*costs_lines(costs), *_flat(costs), f"written to {out}"]:
         screen.print(line, markup=False, soft_wrap=True)
+
+
+def _flat(costs: ModelCosts) -> list[str]:
+    """Say where a fit found no time per sample though samples take work: noise, or too few sizes."""
+    lines = []
+    for kind in costs.timed_types:
+        timings = [(unit.name, unit.timings[kind]) for unit in costs.units if unit.forward_flops > 0]
+        flat = [name for name, t in timings if not t.forward_per_sample_s or not t.backward_per_sample_s]
+        if flat:
+            lines.append(
+                f"mind: on {kind} {len(flat)} of {len(timings)} units ({flat[0]}, ...) took no longer with more "
+                "samples, so seconds of larger micro-batches will be far too short: measure more and larger sizes "
+                "(--micro-batches), with more --repeats, on an idle device"
+            )
+    return lines

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lightning_hetero.records import Record, integer, number, optional, text
+from lightning_hetero.errors import PlanError
+from lightning_hetero.records import Record, integer, number, optional, shown, text
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,18 @@ class RankPrediction:
     busy_s: float
     idle_share: float
     peak_memory_bytes: int | None = None
+
+
+def check_kind(data: object, kind: str, source: str) -> None:
+    """Refuse a plan of another kind before its keys are looked at: all of them would be wrong.
+
+    Raises:
+        PlanError: naming the kind and what to give.
+    """
+    found = data.get("kind", kind) if isinstance(data, Mapping) else kind
+    if found != kind:
+        strategy = {"shard": "hetero_fsdp", "pipeline": "hetero_pipe"}[kind]
+        raise PlanError(f"{source}: kind: is {shown(found)}, not {kind!r}: give a plan made for {strategy}")
 
 
 def read_model(record: Record, value: object) -> ModelKey | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.errors import PlanError, raise_all
-from lightning_hetero.plan.common import ModelKey, RankPrediction, read_model, read_predictions
+from lightning_hetero.plan.common import ModelKey, RankPrediction, check_kind, read_model, read_predictions
 from lightning_hetero.records import (
     Record,
     boolean,
@@ -266,6 +266,7 @@ class PipelinePlan:
     @classmethod
     def from_dict(cls, data: object, source: str = "plan") -> PipelinePlan:
         """Build a plan from what a plan file holds; ``source`` names it in the error."""
+        check_kind(data, "pipeline", source)
         record = Record(source, PlanError)
         plan = _read_plan(record, data)
         record.finish()
@@ -337,10 +338,6 @@ def _read_plan(record: Record, data: object) -> PipelinePlan:
     top = record.mapping(data, "", _REQUIRED, _OPTIONAL) or {}
     if "schema" in top and top["schema"] != SCHEMA:
         record.note("schema", f"is {shown(top['schema'])}: this version reads schema {SCHEMA}; {_REPLAN}")
-    if "kind" in top and top["kind"] != "pipeline":
-        record.note(
-            "kind", f"is {shown(top['kind'])}: a pipeline plan has kind 'pipeline'; give a plan made for hetero_pipe"
-        )
     pipelines = record.items(top["pipelines"], "pipelines", "pipeline") if "pipelines" in top else []
     return PipelinePlan(
         global_batch_size=record.take(top, "global_batch_size", "", integer(1), 1),

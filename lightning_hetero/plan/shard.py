@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.errors import PlanError, raise_all
-from lightning_hetero.plan.common import ModelKey, RankPrediction, read_model, read_predictions
+from lightning_hetero.plan.common import ModelKey, RankPrediction, check_kind, read_model, read_predictions
 from lightning_hetero.records import (
     Record,
     boolean,
@@ -317,6 +317,7 @@ class ShardPlan:
     @classmethod
     def from_dict(cls, data: object, source: str = "plan") -> ShardPlan:
         """Build a plan from what a plan file holds; ``source`` names it in the error."""
+        check_kind(data, "shard", source)
         record = Record(source, PlanError)
         plan = _read_plan(record, data)
         record.finish()
@@ -344,11 +345,6 @@ def _read_plan(record: Record, data: object) -> ShardPlan:
     top = record.mapping(data, "", _REQUIRED, _OPTIONAL) or {}
     if "schema" in top and top["schema"] != SCHEMA:
         record.note("schema", f"is {shown(top['schema'])}: this version reads schema {SCHEMA}; {_REPLAN}")
-    if "kind" in top and top["kind"] != "shard":
-        record.note(
-            "kind",
-            f"is {shown(top['kind'])}: a shard plan has kind 'shard'; give a plan made for hetero_fsdp",
-        )
     return ShardPlan(
         global_batch_size=record.take(top, "global_batch_size", "", integer(1), 1),
         batch_shares=record.take(top, "batch_shares", "", tuple_of(integer(0)), ()),

@@ -38,7 +38,7 @@ def reasons_of(planner: ShardPlanner, search: ShardSearch) -> tuple[str, ...]:
         ),
         (
             f"no plan can be below {format_seconds(planner.lower_bound_s)}, all devices computing all the time; "
-            f"this one is {100 * (found.step_s / planner.lower_bound_s - 1):.1f} % above"
+            f"this one is {max(0.0, 100 * (found.step_s / planner.lower_bound_s - 1)):.1f} % above"
         ),
     ]
     even = search.even

@@ -33,7 +33,7 @@ from lightning_hetero.planner.training import Training
 from lightning_hetero.simulator.comm import Network
 from lightning_hetero.simulator.shard_prediction import ShardPrediction, predict_shard
 from lightning_hetero.simulator.shard_step import Floats, crossing_s
-from lightning_hetero.units import format_seconds
+from lightning_hetero.units import format_bytes, format_seconds
 
 _GRID = 40
 _SPAN = 2.0
@@ -205,7 +205,8 @@ class ShardPlanner:
         ]
         if tight:
             missing, rank = max(tight)
-            reason = f"does not fit {len(tight)} ranks; rank {rank} lacks {missing} bytes ({found.peaks[rank]})"
+            lacks = f"rank {rank} lacks {format_bytes(missing)} ({found.peaks[rank]})"
+            reason = f"does not fit {len(tight)} of {ranks} ranks; {lacks}"
             return None, ShardCandidate(what, found.step_s, reason)
         return self.assembly.complete(plan, found), ShardCandidate(what, found.step_s, "the even plan, for comparison")
 

@@ -49,8 +49,14 @@ def plan_table(plan: Plan, cluster: Cluster, even: Plan | None = None) -> Table:
     return table
 
 
-def plan_lines(plan: Plan, even: Plan | None = None) -> list[str]:
-    """Step time, throughput, idle share and the gap to the lower bound, each against the even plan where known."""
+def plan_lines(plan: Plan, even: Plan | None = None, *, misfit: bool = False) -> list[str]:
+    """Step time, throughput, idle share and the gap to the lower bound, each against the even plan where known.
+
+    Args:
+        plan: what is to be done.
+        even: the even plan of the same kind.
+        misfit: whether the even plan would run out of memory, so that no ratio means anything.
+    """
     lines = []
     step_s = plan.predicted_step_s
     if step_s:
@@ -62,7 +68,7 @@ def plan_lines(plan: Plan, even: Plan | None = None) -> list[str]:
         lines.append(
             f"the even plan: step time {format_seconds(even.predicted_step_s)}, throughput "
             f"{even.global_batch_size / even.predicted_step_s:.4g} samples/s, idle share {_percent(mean_idle(even))}: "
-            f"this plan is {even.predicted_step_s / step_s:.2f} x as fast"
+            + ("but it does not fit" if misfit else f"this plan is {even.predicted_step_s / step_s:.2f} x as fast")
         )
     elif even is None and isinstance(plan, PipelinePlan) and plan.world_size > len(plan.unit_names):
         lines.append(f"there is no even plan: {plan.world_size} devices and {len(plan.unit_names)} units")
@@ -71,7 +77,7 @@ def plan_lines(plan: Plan, even: Plan | None = None) -> list[str]:
     if plan.gap is not None and plan.lower_bound_s:
         lines.append(
             f"no plan for these devices, costs and batch can be below {format_seconds(plan.lower_bound_s)}: "
-            f"this one is {100 * plan.gap:.1f} % above that bound"
+            f"this one is {max(0.0, 100 * plan.gap):.1f} % above that bound"
         )
     return lines
 

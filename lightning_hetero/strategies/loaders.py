@@ -20,6 +20,7 @@ from lightning_hetero.data import (
 )
 from lightning_hetero.errors import DataError, UnsupportedError, raise_all
 from lightning_hetero.plan import ModelKey
+from lightning_hetero.plan.runnable import not_runnable_yet
 from lightning_hetero.strategies import lightning_adapter
 
 if TYPE_CHECKING:
@@ -56,29 +57,7 @@ class Loaders:
         if plan is None:
             return
         plan.validate(cluster=cluster, model=model)
-        problems = []
-        if len(plan.groups) > 1:
-            problems.append(
-                f"the plan has {len(plan.groups)} groups, {list(map(list, plan.groups))}: hetero_fsdp shards over one "
-                f"group of all ranks, so far; put them together as one group, or make a new plan (plan='auto')"
-            )
-        if "NO_SHARD" in plan.modes:
-            problems.append(
-                f"modes is {list(plan.modes)}: hetero_fsdp shards every parameter, so far; use FULL_SHARD or "
-                "SHARD_GRAD_OP"
-            )
-        if any(count > 1 for count in plan.micro_batches):
-            problems.append(
-                f"micro_batches is {list(plan.micro_batches)}: hetero_fsdp runs one micro-batch a step by the plan, so "
-                "far; set it to 1 and use accumulate_grad_batches"
-            )
-        if any(plan.activation_checkpointing):
-            named = [rank for rank, is_on in enumerate(plan.activation_checkpointing) if is_on]
-            problems.append(
-                f"activation_checkpointing is on for ranks {named}: hetero_fsdp does not switch it on, so far; turn it "
-                "off in the plan, and on in the model if memory asks for it"
-            )
-        raise_all(UnsupportedError, "hetero_fsdp cannot run this plan", problems)
+        raise_all(UnsupportedError, "hetero_fsdp cannot run this plan", not_runnable_yet(plan))
         if self._asked is not None and self._asked != plan.global_batch_size:
             raise DataError(
                 f"global_batch_size={self._asked}, but the plan was made for {plan.global_batch_size}: leave one out"

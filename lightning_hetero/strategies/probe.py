@@ -50,7 +50,7 @@ class StepMeasurement:
 def measure_rank(
     run: Callable[[int], StepMeasurement],
     max_samples: int,
-    budget_s: float = 3.0,
+    budget_s: float = 2.0,
     capacity_bytes: int | None = None,
     resident_bytes: int = 0,
 ) -> RankMeasurement:

@@ -131,10 +131,25 @@ def print_summary(ranks: Sequence[RankSummary], plan: ShardPlan) -> None:
     total = sum(measured.samples_per_s or 0.0 for measured in ranks)
     if total:
         console.print(f"together {total:.2f} samples/s")
+    exposed = _unplanned_share(ranks, plan)
+    if exposed is not None and exposed > 0.1:
+        console.print(
+            f"{exposed:.0%} of a step is none of the units' compute (communication, optimizer, input, Python), which a "
+            "plan made from measured units does not count: larger batches make it weigh less"
+        )
     reports = [rank.emulation for rank in ranks if rank.emulation is not None]
     late = late_line(reports)
     if late is not None:
         console.print(late, highlight=False)
+
+
+def _unplanned_share(ranks: Sequence[RankSummary], plan: ShardPlan) -> float | None:
+    """Share of the step in which not even the busiest rank computed; None where it was not measured."""
+    steps = [rank.step_s for rank in ranks if rank.step_s]
+    busy = [rank.busy_s for rank in ranks if rank.busy_s is not None]
+    if not steps or not busy or plan.predicted_step_s is None:
+        return None
+    return max(0.0, 1.0 - max(busy) / max(steps))
 
 
 def _seconds(value: float | None) -> str:

@@ -13,4 +13,6 @@ import torch.distributed.tensor
 import yaml
 from torch.distributed import _composable
 
-__all__ = ["_composable", "lightning", "numpy", "pytest", "timm", "torch", "yaml"]
+import lightning_hetero.strategies
+
+__all__ = ["_composable", "lightning", "lightning_hetero", "numpy", "pytest", "timm", "torch", "yaml"]
