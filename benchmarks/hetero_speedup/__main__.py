@@ -63,7 +63,7 @@ def cases(cluster_path: Path, quick: bool) -> dict[str, tuple[Case, Effort]]:
     )
     equal = Case("equal devices", 2, global_batch=32, solo_batch=16)
     if quick:
-        efforts = Effort(2, 1, warmup_steps=0), Effort(2, 1), Effort(4, 2)
+        efforts = Effort(1, 1), Effort(2, 1), Effort(3, 2)
     else:
         efforts = Effort(3, 2), Effort(6, 2), Effort(20, 2)
     return dict(zip(PARTS, zip((emulated, real_work, equal), efforts, strict=True), strict=True))

@@ -41,8 +41,7 @@ def measure_overhead(case: Case, effort: Effort, progress: Progress) -> dict[str
 
 def steps_of_case(case: Case, effort: Effort) -> int:
     """Steps that :func:`measure_case` will run, for a progress bar."""
-    alone = len(case.rank_of_kind())
-    return (2 + alone) * effort.steps_per_arm + alone * max(0, 1 - effort.warmup_steps)
+    return (2 + len(case.rank_of_kind())) * effort.steps_per_arm
 
 
 def _alternate(
@@ -56,8 +55,7 @@ def _alternate(
             progress(f"{title}: starting {name}", 0)
             running[name] = stack.enter_context(_closing(ArmRanks(name, arm, case, case.world_size)))
             times[name].info = running[name].wait_ready()
-            # a device alone runs short steps, of which the first is a poor example; others have measured by now
-            for _ in range(max(effort.warmup_steps, int(case.world_size == 1))):
+            for _ in range(effort.warmup_steps):
                 running[name].step()
                 progress(f"{title}: {name}", 1)
         for turn in range(effort.turns):
