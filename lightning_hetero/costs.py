@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ class ModelCosts:
         ]
         raise_all(HeteroError, f"costs of model {self.model!r} are not valid", problems)
 
-    @property
+    @cached_property  # searches ask thousands of times
     def parameters(self) -> int:
         """Number of parameters of all units."""
         return sum(unit.parameters for unit in self.units)
