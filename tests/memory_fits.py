@@ -92,9 +92,27 @@ def peaks_of_a_rank(size: Size) -> list[int]:
     strategy = HeteroFSDPStrategy(
         cluster=Cluster("c", devices, emulate=True), plan=plan, check_loss="off", summary=False, **size.options
     )
+    peaks = Peaks()
+    _fit(size, strategy, [peaks], batch_size=1)
+    return peaks.bytes
+
+
+def planned_and_accounted(speeds: tuple[float, ...]) -> tuple[int, int]:
+    """Peak bytes of this rank by the plan that the strategy makes, and those of all steps; runs in each rank."""
+    devices = tuple(Device(f"d{rank}", "n", 2**34, speed) for rank, speed in enumerate(speeds))
+    strategy = HeteroFSDPStrategy(cluster=Cluster("c", devices, emulate=True), check_loss="off", summary=False)
+    _fit(Size((4, 4), depth=3, width=384), strategy, [], batch_size=4)
+    rank = strategy.global_rank
+    assert strategy.plan is not None
+    planned, accounted = strategy.plan.predictions[rank].peak_memory_bytes, strategy.summaries[rank].peak_bytes
+    assert planned is not None
+    assert accounted is not None
+    return planned, accounted
+
+
+def _fit(size: Size, strategy: HeteroFSDPStrategy, callbacks: list[pl.Callback], batch_size: int) -> None:
     samples = sum(size.shares) * size.steps
     data = TensorDataset(torch.randn(samples, 1, PIXELS, PIXELS), torch.zeros(samples, dtype=torch.int64))
-    peaks = Peaks()
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -102,14 +120,13 @@ def peaks_of_a_rank(size: Size) -> list[int]:
         max_epochs=1,
         precision=size.precision,  # type: ignore[arg-type]
         logger=False,
-        callbacks=[peaks],
+        callbacks=callbacks,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
-    trainer.fit(Classifier(size), DataLoader(data, batch_size=1))
-    return peaks.bytes
+    trainer.fit(Classifier(size), DataLoader(data, batch_size=batch_size))
 
 
 def measured_units(size: Size, samples: int = 4) -> list[UnitCost]:

@@ -19,6 +19,7 @@ from lightning_hetero.profiler import busy
 from lightning_hetero.profiler.busy import DeviceUse, DeviceUser
 from lightning_hetero.profiler.devices import describe
 from lightning_hetero.report.cluster_table import cluster_lines
+from tests import cli_runs
 
 ROOT = Path(__file__).parent.parent
 TINY = GPTConfig(vocabulary=50, context=16, width=16, depth=3, heads=2)
@@ -31,16 +32,7 @@ def tiny(monkeypatch):
 
 
 def failed(capsys, *arguments) -> str:
-    """Standard error of a command that must fail with status 2 and one message."""
-    try:
-        status = main(arguments)
-    except SystemExit as stopped:  # argparse's own errors
-        status = stopped.code
-    assert status == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "Traceback" not in err
-    return err
+    return cli_runs.failed(capsys, lambda: main(arguments))
 
 
 def test_profile_measures_and_writes(tiny, tmp_path, capsys):

@@ -7,12 +7,14 @@ import pytest
 from lightning_hetero.cli import main
 from lightning_hetero.cli.plan import plan_with
 from lightning_hetero.cluster import Cluster, Device, Link
-from lightning_hetero.costs import ModelCosts, UnitCost, UnitTiming
+from lightning_hetero.costs import ModelCosts, TimingPoint, UnitCost, UnitTiming
 from lightning_hetero.models.gpt import GPTConfig
 from lightning_hetero.models.presets import PRESETS, Preset
 from lightning_hetero.plan import PipelinePlan, ShardPlan
+from lightning_hetero.plan.runnable import not_runnable_yet
 from lightning_hetero.planner.even import even_pipeline_plan, even_shard_plan
 from lightning_hetero.planner.training import Training
+from tests import cli_runs
 
 MIB = 2**20
 LINK = Link(1e11, 1e-6)
@@ -47,16 +49,9 @@ def run(files, *more, batch="20"):
 
 
 def failed(files, capsys, *more, batch="20") -> str:
-    try:
-        status = run(files, *more, batch=batch)
-    except SystemExit as stopped:  # argparse's own errors
-        status = stopped.code
-    assert status == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "Traceback" not in err
+    message = cli_runs.failed(capsys, lambda: run(files, *more, batch=batch))
     assert not (files / "plan.json").exists()
-    return err
+    return message
 
 
 def test_a_shard_plan_against_the_even_one(files, capsys):
@@ -84,7 +79,9 @@ def test_a_pipeline_plan_against_the_even_one(files, capsys):
     assert [stage.units for stage in even.pipelines[0].stages] == [(0, 3), (3, 6), (6, 8)]
     assert even.pipelines[0].ranks == (0, 1, 2)
     assert plan.predicted_step_s <= even.predicted_step_s
-    assert "hetero_pipe of toy on mixed" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "hetero_pipe of toy on mixed" in shown
+    assert "mind: this plan cannot be run yet: pipelines are planned, and not run yet" in shown
 
 
 def test_auto_takes_the_faster_and_says_why(files, capsys):
@@ -138,6 +135,8 @@ def test_an_even_plan_that_would_not_run_is_said_so(files, capsys):
     shown = capsys.readouterr().out
     assert "the even plan does not fit: " in shown
     assert "are missing on rank 2 (slow)" in shown
+    assert "but it does not fit" in shown
+    assert "x as fast" not in shown
 
 
 def test_nothing_fits_says_how_much_is_missing(files, capsys):
@@ -181,3 +180,37 @@ def test_a_device_of_unknown_speed_is_not_guessed(files, capsys):
     message = failed(files, capsys)
     assert "device type 'other' has no measured seconds for 8 of 8 units" in message
     assert "profile the model on it" in message
+
+
+def test_a_shard_plan_that_can_be_run_is_not_said_to_be_none(files, capsys):
+    one_group = [replace(device, speed_flops_per_s=None) for device in CLUSTER.devices]
+    Cluster("linked", tuple(one_group), Link(1e15, 0), Link(1e15, 0)).to_yaml(files / "cluster.yaml")
+    assert run(files, "--strategy", "hetero_fsdp") == 0
+    plan = ShardPlan.load(files / "plan.json")
+    shown = capsys.readouterr().out
+    assert ("cannot be run yet" in shown) == bool(not_runnable_yet(plan))
+
+
+def test_what_cannot_be_run_yet():
+    whole = ShardPlan(4, (2, 2), ((0, 1),), ("a", "a"))
+    assert not_runnable_yet(whole) == []
+    odd = replace(
+        whole,
+        groups=((0,), (1,)),
+        modes=("NO_SHARD", "FULL_SHARD"),
+        micro_batches=(2, 1),
+        micro_batch_sizes=(1, 2),
+        activation_checkpointing=(False, True),
+    )
+    words = ("2 groups, [0], [1]", "NO_SHARD", "micro_batches is [2, 1]", "on for ranks [1]")
+    for problem, word in zip(not_runnable_yet(odd), words, strict=True):
+        assert word in problem
+
+
+@pytest.mark.parametrize(("measured", "is_said"), [(1, True), (4, False)])
+def test_micro_batches_far_beyond_the_measured_ones_are_said(files, capsys, measured, is_said):
+    points = tuple(TimingPoint(n, n * 1e-3, n * 2e-3) for n in range(1, measured + 1))
+    timings = {kind: replace(timing, points=points) for kind, timing in TIMES.items()}
+    replace(COSTS, units=tuple(replace(unit, timings=timings) for unit in COSTS.units)).save(files / "costs.json")
+    assert run(files, "--strategy", "hetero_fsdp") == 0
+    assert ("samples at once were measured" in capsys.readouterr().out) == is_said

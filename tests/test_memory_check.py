@@ -6,7 +6,13 @@ import pytest
 
 from lightning_hetero.simulator import shard_memory
 from lightning_hetero.simulator.sharded_memory import GLOO_BUFFERS
-from tests.memory_fits import Size, measured_units, parameters_outside_units, peaks_of_a_rank
+from tests.memory_fits import (
+    Size,
+    measured_units,
+    parameters_outside_units,
+    peaks_of_a_rank,
+    planned_and_accounted,
+)
 
 MORE = [
     Size((6, 2), reshard=False),
@@ -41,3 +47,9 @@ def test_predicted_peaks_are_within_5_percent_of_the_accounted_ones(ranks, size)
     for rank, peaks in enumerate(accounted):
         # The first step has no optimizer state and no gradients of a step before it.
         assert expected[rank] == pytest.approx(peaks[-1], rel=0.05), f"rank {rank}: {peaks}"
+
+
+def test_what_the_strategy_plans_for_itself_is_what_is_accounted(ranks):
+    """From measured steps, not from the formula; the first step, with the optimizer's state to make, is in it."""
+    for planned, accounted in ranks.run(2, planned_and_accounted, (4e9, 2e9)):
+        assert planned == pytest.approx(accounted, rel=0.05)

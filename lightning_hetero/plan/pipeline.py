@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.errors import PlanError, raise_all
-from lightning_hetero.plan.common import ModelKey, RankPrediction, check_kind, read_model, read_predictions
+from lightning_hetero.plan.common import ModelKey, PlanFile, RankPrediction, read_model, read_predictions
 from lightning_hetero.records import (
     Record,
     boolean,
     integer,
     number,
     optional,
-    read_json,
     shown,
     text,
     tuple_of,
-    write_json,
 )
 from lightning_hetero.schedule import SCHEDULES, Schedule, build_schedule, interleaving_problems, warmup_problems
 
 SCHEMA = 1
 
-_NEXT_STEP = 'give the path of a plan file, or plan="auto"'
 _REPLAN = 'make a new plan (plan="auto")'
 
 
@@ -84,7 +79,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
-class PipelinePlan:
+class PipelinePlan(PlanFile):
     """Which ranks run which units, in which order, with how many micro-batches.
 
     Args:
@@ -100,6 +95,9 @@ class PipelinePlan:
         predictions: one per rank, or none.
         reasons: why the plan is as it is, one sentence each.
     """
+
+    KIND: ClassVar[str] = "pipeline"
+    STRATEGY: ClassVar[str] = "hetero_pipe"
 
     global_batch_size: int
     micro_batch_size: int
@@ -128,13 +126,6 @@ class PipelinePlan:
         """Ranks that no pipeline uses."""
         used = {rank for pipeline in self.pipelines for rank in pipeline.ranks}
         return tuple(rank for rank in range(self.world_size) if rank not in used)
-
-    @property
-    def gap(self) -> float | None:
-        """By how much the predicted step exceeds the lower bound, as a share of it; ``None`` where one is missing."""
-        if self.predicted_step_s is None or not self.lower_bound_s:
-            return None
-        return self.predicted_step_s / self.lower_bound_s - 1
 
     def schedule_of(self, pipeline: int) -> Schedule:
         """What each rank of a pipeline does, in order.
@@ -246,35 +237,13 @@ class PipelinePlan:
             index, (planned, found) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
             yield f"unit_names[{index}] is {planned!r}, unit {index} of the model is {found!r}: {_REPLAN}"
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write JSON, whole or not at all; :meth:`load` gives an equal plan back."""
-        write_json(Path(path), self.to_dict())
-
     def to_dict(self) -> dict[str, Any]:
         """What :meth:`save` writes, as plain data."""
-        return {"schema": SCHEMA, "kind": "pipeline"} | asdict(self)
+        return {"schema": SCHEMA, "kind": self.KIND} | asdict(self)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> PipelinePlan:
-        """Read what :meth:`save` wrote, possibly edited by hand, and check the plan in itself.
-
-        Raises:
-            PlanError: listing every problem with its place, value and next step.
-        """
-        return cls.from_dict(read_json(Path(path), "plan file", PlanError, _NEXT_STEP), f"plan file {path}")
-
-    @classmethod
-    def from_dict(cls, data: object, source: str = "plan") -> PipelinePlan:
-        """Build a plan from what a plan file holds; ``source`` names it in the error."""
-        check_kind(data, "pipeline", source)
-        record = Record(source, PlanError)
-        plan = _read_plan(record, data)
-        record.finish()
-        try:
-            plan.validate()
-        except PlanError as error:
-            raise PlanError(f"{source}: {error}") from None
-        return plan
+    def _read(cls, record: Record, data: object) -> PipelinePlan:
+        return _read_plan(record, data)
 
 
 def _stage_problems(pipeline: Pipeline, place: str, units: int) -> Iterator[str]:

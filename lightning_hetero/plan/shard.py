@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.errors import PlanError, raise_all
-from lightning_hetero.plan.common import ModelKey, RankPrediction, check_kind, read_model, read_predictions
+from lightning_hetero.plan.common import ModelKey, PlanFile, RankPrediction, even_parts, read_model, read_predictions
 from lightning_hetero.records import (
     Record,
     boolean,
     integer,
     number,
     optional,
-    read_json,
     shown,
     text,
     tuple_of,
-    write_json,
 )
 
 SCHEMA = 1
@@ -30,12 +26,11 @@ MODES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 """How a group holds the model: parameters gathered for forward and again for backward; gathered once and kept in
 between; whole on every rank."""
 
-_NEXT_STEP = 'give the path of a plan file, or plan="auto"'
 _REPLAN = 'make a new plan (plan="auto")'
 
 
 @dataclass(frozen=True)
-class ShardPlan:
+class ShardPlan(PlanFile):
     """Who takes how many samples, and who shards parameters with whom.
 
     Args:
@@ -60,6 +55,9 @@ class ShardPlan:
             backward; empty where no rank does.
         lower_bound_s: seconds that no plan for the same devices, costs and batch can be below.
     """
+
+    KIND: ClassVar[str] = "shard"
+    STRATEGY: ClassVar[str] = "hetero_fsdp"
 
     global_batch_size: int
     batch_shares: tuple[int, ...]
@@ -86,13 +84,6 @@ class ShardPlan:
     def world_size(self) -> int:
         """Number of ranks."""
         return len(self.batch_shares)
-
-    @property
-    def gap(self) -> float | None:
-        """By how much the predicted step exceeds the lower bound, as a share of it; ``None`` where one is missing."""
-        if self.predicted_step_s is None or not self.lower_bound_s:
-            return None
-        return self.predicted_step_s / self.lower_bound_s - 1
 
     def mode_of(self, group: int) -> str:
         """How the group with this index holds the model, one of :data:`MODES`."""
@@ -133,7 +124,7 @@ class ShardPlan:
         """
         count = self.micro_batches_of(self.group_of(rank))
         total = self.batch_shares[rank] if samples is None else samples
-        return tuple(total // count + (index < total % count) for index in range(count))
+        return even_parts(total, count)
 
     def samples(self, count: int) -> tuple[int, ...]:
         """Split a batch of ``count`` samples in proportion to the shares.
@@ -292,13 +283,9 @@ class ShardPlan:
             if planned != found
         ]
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write JSON, whole or not at all; :meth:`load` gives an equal plan back."""
-        write_json(Path(path), self.to_dict())
-
     def to_dict(self) -> dict[str, Any]:
         """What :meth:`save` writes, as plain data."""
-        data = {"schema": SCHEMA, "kind": "shard"} | asdict(self)
+        data = {"schema": SCHEMA, "kind": self.KIND} | asdict(self)
         # What a plan does not say stays out of its file: files of plain plans are as short as they were.
         for name in (*_DETAILS, "lower_bound_s"):
             if data[name] in ((), None):
@@ -306,26 +293,8 @@ class ShardPlan:
         return data
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> ShardPlan:
-        """Read what :meth:`save` wrote, possibly edited by hand, and check the plan in itself.
-
-        Raises:
-            PlanError: listing every problem with its place, value and next step.
-        """
-        return cls.from_dict(read_json(Path(path), "plan file", PlanError, _NEXT_STEP), f"plan file {path}")
-
-    @classmethod
-    def from_dict(cls, data: object, source: str = "plan") -> ShardPlan:
-        """Build a plan from what a plan file holds; ``source`` names it in the error."""
-        check_kind(data, "shard", source)
-        record = Record(source, PlanError)
-        plan = _read_plan(record, data)
-        record.finish()
-        try:
-            plan.validate()
-        except PlanError as error:
-            raise PlanError(f"{source}: {error}") from None
-        return plan
+    def _read(cls, record: Record, data: object) -> ShardPlan:
+        return _read_plan(record, data)
 
 
 _REQUIRED = ("schema", "kind", "global_batch_size", "batch_shares", "groups", "device_types")

@@ -10,6 +10,7 @@ from itertools import combinations, product
 
 import numpy as np
 
+from lightning_hetero.plan import even_parts
 from lightning_hetero.planner.chain import Chain, Chains, Option
 from lightning_hetero.planner.design_moves import neighbours
 from lightning_hetero.planner.layouts import (
@@ -116,7 +117,7 @@ def even_designs(problem: Problem, space: Space) -> list[Design]:
         if stages <= problem.units:
             for samples in space.sizes:
                 count = problem.total_micro_batches(samples)
-                counts = _even(problem.units, stages)
+                counts = even_parts(problem.units, stages)
                 designs.append(Design(samples, policy, (PipelineDesign(tuple(range(world)), counts, count),)))
     return [design for design in designs if is_allowed(design)]
 
@@ -124,9 +125,9 @@ def even_designs(problem: Problem, space: Space) -> list[Design]:
 def evened(problem: Problem, design: Design) -> Design:
     """The same with as many units on every device and as many micro-batches in every pipeline."""
     total = sum(pipeline.micro_batches for pipeline in design.pipelines)
-    shares = _even(total, len(design.pipelines))
+    shares = even_parts(total, len(design.pipelines))
     pipelines = tuple(
-        PipelineDesign(pipeline.ranks, _even(problem.units, len(pipeline.counts)), share)
+        PipelineDesign(pipeline.ranks, even_parts(problem.units, len(pipeline.counts)), share)
         for pipeline, share in zip(design.pipelines, shares, strict=True)
     )
     even = Design(design.micro_batch_size, design.policy, pipelines)
@@ -141,10 +142,6 @@ def is_allowed(design: Design) -> bool:
         pipeline.micro_batches % max(1, pipeline.micro_batches // len(pipeline.ranks)) == 0
         for pipeline in design.pipelines
     )
-
-
-def _even(total: int, parts: int) -> tuple[int, ...]:
-    return tuple(total // parts + (index < total % parts) for index in range(parts))
 
 
 def _designs(problem: Problem, space: Space, chains: Chains) -> list[tuple[float, Design]]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import ModelCosts
-from lightning_hetero.plan import ModelKey, Pipeline, PipelinePlan, RankPrediction, ShardPlan, Stage
+from lightning_hetero.plan import ModelKey, PipelinePlan, ShardPlan, even_parts
 from lightning_hetero.planner.design_search import Space, even_designs
 from lightning_hetero.planner.pipeline import micro_batch_sizes, policies_of
-from lightning_hetero.planner.pipeline_design import Design, Outcome, Problem
+from lightning_hetero.planner.pipeline_design import Problem
+from lightning_hetero.planner.pipeline_plan import plan_of
 from lightning_hetero.planner.seconds import unit_timings
 from lightning_hetero.planner.training import Training
 from lightning_hetero.simulator.shard_prediction import predict_shard
@@ -32,16 +32,13 @@ def even_shard_plan(cluster: Cluster, costs: ModelCosts, training: Training) -> 
     batch, ranks = training.global_batch_size, cluster.world_size
     plan = ShardPlan(
         global_batch_size=batch,
-        batch_shares=tuple(batch // ranks + (rank < batch % ranks) for rank in range(ranks)),
+        batch_shares=even_parts(batch, ranks),
         groups=(tuple(range(ranks)),),
         device_types=cluster.device_types(),
         model=ModelKey(costs.model, costs.parameters),
     )
     found = predict_shard(plan, cluster, costs, unit_timings(costs, cluster), training.state)
-    predictions = tuple(
-        RankPrediction(found.busy_s[rank], found.idle_share(rank), found.peak_bytes[rank]) for rank in range(ranks)
-    )
-    return replace(plan, predicted_step_s=found.step_s, predictions=predictions)
+    return found.put_into(plan)
 
 
 def even_pipeline_plan(
@@ -70,29 +67,4 @@ def even_pipeline_plan(
     if not fitting:
         return None
     outcome, design = min(fitting, key=lambda pair: pair[0].step_s)
-    return PipelinePlan(
-        global_batch_size=training.global_batch_size,
-        micro_batch_size=design.micro_batch_size,
-        pipelines=_pipelines(design, outcome),
-        device_types=cluster.device_types(),
-        unit_names=tuple(unit.name for unit in costs.units),
-        schedule=design.policy.schedule,
-        model=ModelKey(costs.model, costs.parameters),
-        predicted_step_s=outcome.step_s,
-        predictions=tuple(_prediction(outcome, rank) for rank in range(cluster.world_size)),
-    )
-
-
-def _pipelines(design: Design, outcome: Outcome) -> tuple[Pipeline, ...]:
-    made = []
-    for pipeline, recompute in zip(design.pipelines, outcome.checkpointing, strict=True):
-        depths = design.policy.in_flight(len(pipeline.ranks), pipeline.micro_batches)
-        stages = map(Stage, pipeline.borders, depths, recompute)
-        made.append(Pipeline(pipeline.ranks, tuple(stages), pipeline.micro_batches))
-    return tuple(made)
-
-
-def _prediction(outcome: Outcome, rank: int) -> RankPrediction:
-    busy_s = outcome.busy_s.get(rank, 0.0)
-    idle = min(1.0, max(0.0, 1 - busy_s / outcome.step_s)) if outcome.step_s else 0.0
-    return RankPrediction(busy_s, idle, outcome.peak_bytes.get(rank, 0))
+    return plan_of(problem, design, outcome)

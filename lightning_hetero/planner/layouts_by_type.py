@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from lightning_hetero.plan import even_parts
 from lightning_hetero.planner.layouts import Block, Layout, set_partitions
 from lightning_hetero.planner.pipeline_design import Problem
 
@@ -219,7 +220,7 @@ class _Rough:
         if (number, shortest) not in self._reduced:
             size = self.problem.training.state.gradient * self.problem.costs.parameters / shortest
             nodes = min(number, self.nodes)
-            spread = tuple(number // nodes + (index < number % nodes) for index in range(nodes))
+            spread = even_parts(number, nodes)
             self._reduced[number, shortest] = self.problem.network.all_reduce_s(size, spread)
         return work + self._reduced[number, shortest]
 

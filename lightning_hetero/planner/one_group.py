@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.errors import HeteroError, InfeasibleError, raise_all
-from lightning_hetero.plan import ModelKey, RankPrediction, ShardPlan
+from lightning_hetero.plan import ModelKey, RankPrediction, ShardPlan, even_parts
 from lightning_hetero.planner.batch import slowest_seconds, split_batch
 from lightning_hetero.simulator.memory import RankMemory
 from lightning_hetero.units import format_bytes, format_seconds
@@ -66,10 +66,8 @@ def plan_one_group(
     speeds = _Seconds(seconds_per_sample, fixed_seconds or [0.0] * cluster.world_size)
     step_s = slowest_seconds(seconds_per_sample, fixed_seconds, shares)
     predictions = tuple(
-        RankPrediction(
-            busy_s=speeds.busy_s(rank, share),
-            idle_share=1 - speeds.busy_s(rank, share) / step_s,
-            peak_memory_bytes=None if memories is None else memories[rank].peak_bytes(share),
+        RankPrediction.of(
+            speeds.busy_s(rank, share), step_s, None if memories is None else memories[rank].peak_bytes(share)
         )
         for rank, share in enumerate(shares)
     )
@@ -222,7 +220,7 @@ def _reasons(
 
 def _against_even(seconds: _Seconds, shares: tuple[int, ...], limits: Sequence[int | None], step_s: float) -> str:
     ranks, total = len(shares), sum(shares)
-    even = [total // ranks + (rank < total % ranks) for rank in range(ranks)]
+    even = even_parts(total, ranks)
     tight = [rank for rank, limit in enumerate(limits) if limit is not None and even[rank] > limit]
     if tight:
         return f"an even split of {max(even)} samples a rank would not fit the memory of rank {tight[0]}"

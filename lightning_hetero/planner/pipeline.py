@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import ModelCosts
 from lightning_hetero.errors import HeteroError, raise_all
-from lightning_hetero.plan import ModelKey, Pipeline, PipelinePlan, RankPrediction, Stage
-from lightning_hetero.planner.design_search import Found, Space, even_designs, search_designs
+from lightning_hetero.plan import ModelKey, PipelinePlan
+from lightning_hetero.planner.design_search import Space, even_designs, search_designs
 from lightning_hetero.planner.exact_search import prove_best
 from lightning_hetero.planner.pipeline_bound import lower_bound_s
-from lightning_hetero.planner.pipeline_design import Design, Outcome, Policy, Problem
+from lightning_hetero.planner.pipeline_design import Policy, Problem
 from lightning_hetero.planner.pipeline_explain import Binding, Candidate, binding_of, candidates_of, reasons_of
 from lightning_hetero.planner.pipeline_infeasible import refuse
+from lightning_hetero.planner.pipeline_plan import plan_of
 from lightning_hetero.planner.seconds import unit_timings
 from lightning_hetero.planner.training import Training
 from lightning_hetero.schedule import SCHEDULES
@@ -154,7 +155,14 @@ def _search(
     even_s = min((seconds for seconds in even if math.isfinite(seconds)), default=None)
     binding = binding_of(problem, found, space if plan_changes else None)
     reasons = reasons_of(problem, found, binding, bound_s, even_s, proven)
-    plan = _plan(problem, found, bound_s, request.model, reasons)
+    plan = plan_of(problem, found.best, found.tried[found.best])
+    plan = replace(
+        plan,
+        model=plan.model if request.model is None else request.model,
+        lower_bound_s=min(bound_s, found.tried[found.best].step_s),
+        reasons=reasons,
+    )
+    plan.validate(cluster)
     return PipelineSearch(plan, candidates_of(problem, found), binding, even_s)
 
 
@@ -211,46 +219,3 @@ def _check(cluster: Cluster, training: Training, request: _Request) -> None:
             f"{cluster.world_size} ranks: give one per rank"
         )
     raise_all(HeteroError, "the pipelines cannot be planned", problems)
-
-
-def _plan(
-    problem: Problem, found: Found, bound_s: float, model: ModelKey | None, reasons: tuple[str, ...]
-) -> PipelinePlan:
-    design = found.best
-    assert design is not None, "nothing is planned from a search that found nothing"
-    outcome = found.tried[design]
-    costs = problem.costs
-    plan = PipelinePlan(
-        global_batch_size=problem.training.global_batch_size,
-        micro_batch_size=design.micro_batch_size,
-        pipelines=_pipelines(design, outcome),
-        device_types=problem.kinds,
-        unit_names=tuple(unit.name for unit in costs.units),
-        schedule=design.policy.schedule,
-        model=ModelKey(costs.model, costs.parameters) if model is None else model,
-        predicted_step_s=outcome.step_s,
-        lower_bound_s=min(bound_s, outcome.step_s),
-        predictions=tuple(_prediction(outcome, rank) for rank in range(len(problem.kinds))),
-        reasons=reasons,
-    )
-    plan.validate(problem.cluster)
-    return plan
-
-
-def _pipelines(design: Design, outcome: Outcome) -> tuple[Pipeline, ...]:
-    made = []
-    for pipeline, recompute in zip(design.pipelines, outcome.checkpointing, strict=True):
-        depths = design.policy.in_flight(len(pipeline.ranks), pipeline.micro_batches)
-        stages = tuple(
-            Stage(border, depth, again)
-            for border, depth, again in zip(pipeline.borders, depths, recompute, strict=True)
-        )
-        made.append(Pipeline(pipeline.ranks, stages, pipeline.micro_batches))
-    return tuple(made)
-
-
-def _prediction(outcome: Outcome, rank: int) -> RankPrediction:
-    busy = outcome.busy_s.get(rank, 0.0)
-    # Rounding must not make a rank that is always busy idle for less than nothing.
-    idle = min(1.0, max(0.0, 1 - busy / outcome.step_s)) if outcome.step_s else 0.0
-    return RankPrediction(busy, idle, outcome.peak_bytes.get(rank, 0))

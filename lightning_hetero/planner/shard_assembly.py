@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import ModelCosts
-from lightning_hetero.plan import ModelKey, RankPrediction, ShardPlan
+from lightning_hetero.plan import ModelKey, ShardPlan
 from lightning_hetero.planner.batch import split_batch
 from lightning_hetero.planner.group_curve import Choice
 from lightning_hetero.planner.kinds import GroupSpec, Kinds
@@ -109,11 +109,7 @@ class ShardAssembly:
 
     def complete(self, plan: ShardPlan, found: ShardPrediction) -> ShardPlan:
         """The plan with what is predicted of it."""
-        predictions = tuple(
-            RankPrediction(found.busy_s[rank], found.idle_share(rank), found.peak_bytes[rank])
-            for rank in range(plan.world_size)
-        )
-        return replace(plan, predicted_step_s=found.step_s, predictions=predictions, lower_bound_s=self.lower_bound_s)
+        return replace(found.put_into(plan), lower_bound_s=self.lower_bound_s)
 
 
 def _group_limit(spec: GroupSpec, choice: Choice) -> int:

@@ -101,19 +101,11 @@ def _fewest(is_enough: Callable[[int], bool], most: int) -> int:
         if count >= most:
             return 0
         count = min(2 * count, most)
-    too_few = count // 2
-    while count - too_few > 1:
-        middle = (too_few + count) // 2
-        if is_enough(middle):
-            count = middle
-        else:
-            too_few = middle
-    return count
+    return 1 + _largest(lambda other: not is_enough(other), count, low=count // 2)
 
 
-def _largest(fits: Callable[[int], bool], above: int) -> int:
-    """The largest number below ``above`` that fits, 0 if none does."""
-    low = 0
+def _largest(fits: Callable[[int], bool], above: int, low: int = 0) -> int:
+    """The largest number below ``above`` that fits, ``low`` if none above that does; more must not fit better."""
     while above - low > 1:
         middle = (low + above) // 2
         if fits(middle):

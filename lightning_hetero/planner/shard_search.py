@@ -19,7 +19,7 @@ import numpy as np
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import ModelCosts
 from lightning_hetero.errors import HeteroError, InfeasibleError, raise_all
-from lightning_hetero.plan import ModelKey, ShardPlan
+from lightning_hetero.plan import ShardPlan, even_parts
 from lightning_hetero.planner.batch import split_batch
 from lightning_hetero.planner.group_curve import ROUGH_STEP, Choice, Curves, micro_batch_numbers
 from lightning_hetero.planner.groups import ALL_PARTITIONS, Layout, Partition, all_partitions, pooled
@@ -184,18 +184,8 @@ class ShardPlanner:
     def _even(self) -> tuple[ShardPlan | None, ShardCandidate]:
         """What people run without a planner, and why it is not the plan if it does not fit."""
         ranks = self.cluster.world_size
-        shares = [self.batch // ranks + (rank < self.batch % ranks) for rank in range(ranks)]
-        plan = ShardPlan(
-            self.batch,
-            tuple(shares),
-            (tuple(range(ranks)),),
-            self.cluster.device_types(),
-            model=ModelKey(self.costs.model, self.costs.parameters),
-            modes=("FULL_SHARD",),
-            micro_batches=(1,),
-            micro_batch_sizes=tuple(shares),
-            activation_checkpointing=(False,) * ranks,
-        )
+        shares, again = even_parts(self.batch, ranks), [False] * ranks
+        plan = self.assembly.plan_of([tuple(range(ranks))], ["FULL_SHARD"], [1], shares, again)
         found = self.prediction(plan)
         what = "even shares in one group, FULL_SHARD"
         tight = [
@@ -208,7 +198,7 @@ class ShardPlanner:
             lacks = f"rank {rank} lacks {format_bytes(missing)} ({found.peaks[rank]})"
             reason = f"does not fit {len(tight)} of {ranks} ranks; {lacks}"
             return None, ShardCandidate(what, found.step_s, reason)
-        return self.assembly.complete(plan, found), ShardCandidate(what, found.step_s, "the even plan, for comparison")
+        return plan, ShardCandidate(what, found.step_s, "the even plan, for comparison")
 
     # -- all partitions, roughly ---------------------------------------------------------------------------------------
 

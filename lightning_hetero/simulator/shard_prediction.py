@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import ModelCosts, UnitTiming
-from lightning_hetero.plan import ShardPlan
+from lightning_hetero.plan import RankPrediction, ShardPlan
 from lightning_hetero.simulator.comm import Network, Spread, spread_of
 from lightning_hetero.simulator.memory import MemoryPoint, RankMemory, StateBytes
 from lightning_hetero.simulator.shard_step import Passes, Traffic, busy_s, crossing_s, group_s
@@ -36,9 +36,13 @@ class ShardPrediction:
     peaks: tuple[MemoryPoint, ...]
     peak_bytes: tuple[int, ...]
 
-    def idle_share(self, rank: int) -> float:
-        """Share of the step in which ``rank`` does not compute, 0 to 1."""
-        return 0.0 if self.step_s == 0 else min(1.0, max(0.0, 1 - self.busy_s[rank] / self.step_s))
+    def put_into(self, plan: ShardPlan) -> ShardPlan:
+        """The plan with what is predicted of it."""
+        predictions = tuple(
+            RankPrediction.of(busy_s, self.step_s, peak_bytes)
+            for busy_s, peak_bytes in zip(self.busy_s, self.peak_bytes, strict=True)
+        )
+        return replace(plan, predicted_step_s=self.step_s, predictions=predictions)
 
 
 def predict_shard(

@@ -105,8 +105,8 @@ class Opening:
         assert strategy.cluster is not None
         # what else a CPU has to do changes from run to run, and nothing tells
         cache = MeasurementCache("off" if strategy.root_device.type == "cpu" and not strategy.cluster.emulate else None)
-        key = self._cache_key(first, max_samples)
-        kept = cache.load(key, RankMeasurement)
+        key = None if cache.folder is None else self._cache_key(first, max_samples)
+        kept = None if key is None else cache.load(key, RankMeasurement)
         if min(strategy.gather_numbers(int(kept is not None))):  # measuring is collective: all ranks or none
             assert kept is not None
             rank_zero_info(f"hetero_fsdp: the ranks' speeds are those measured in an earlier run ({cache.folder})")
@@ -118,7 +118,8 @@ class Opening:
             resident_bytes=planning.local_bytes(self._module.parameters()),
         )
         first.forget_gradients()
-        cache.store(key, asdict(own))
+        if key is not None:
+            cache.store(key, asdict(own))
         return own
 
     def _cache_key(self, first: FirstBatch, max_samples: int) -> CacheKey:

@@ -56,8 +56,8 @@ def measure_rank(
 ) -> RankMeasurement:
     """Time steps of two sizes and fit ``fixed + per sample``.
 
-    Every rank runs the same number of steps (:func:`steps_of`), since a step is collective; how large they are is its
-    own affair.
+    How many steps it runs depends on ``max_samples`` alone, since a step is collective; how large they are is each
+    rank's own affair.
 
     Args:
         run: runs one forward and backward of so many samples.
@@ -89,11 +89,6 @@ def measure_rank(
     return RankMeasurement(samples, step_s, fixed_s, int(base_bytes), (peaks[1] - base_bytes) / samples)
 
 
-def steps_of(max_samples: int) -> int:
-    """Return how many steps :func:`measure_rank` runs."""
-    return 2 + _rungs(max_samples) + 3 * REPEATS
-
-
 def _rungs(max_samples: int) -> int:
     """Return how many doublings lead from two samples to the most."""
     return max(0, (max_samples - 1).bit_length() - 1)
@@ -113,16 +108,18 @@ def _climb(
     A peak is the largest of several moments, each a line over the samples; so a line through two peaks may lie far
     below what more samples need, but with twice the samples what is not resident at most doubles.
     """
+
+    def known_to_fit() -> int:
+        transient = 0 if step.peak_bytes is None else max(0, step.peak_bytes - resident_bytes)
+        return min(wanted, int(samples * limit_bytes / transient)) if transient else wanted
+
     for _ in range(rungs):
-        transient = None if step.peak_bytes is None else max(0, step.peak_bytes - resident_bytes)
-        fits = wanted if not transient else min(wanted, int(samples * limit_bytes / transient))
-        if fits < wanted and 2 * samples <= fits:
+        if 2 * samples <= known_to_fit() < wanted:
             samples *= 2
             step = run(samples)
         else:
             run(1)  # for the others' sake
-    transient = None if step.peak_bytes is None else max(0, step.peak_bytes - resident_bytes)
-    return wanted if not transient else max(1, min(wanted, int(samples * limit_bytes / transient)))
+    return max(1, known_to_fit())
 
 
 def _intercept(x0: int, y0: float, x1: int, y1: float) -> float:

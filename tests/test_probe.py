@@ -1,0 +1,58 @@
+"""Measuring a rank: it never tries what might not fit, and runs as many steps as every other rank."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.strategies.probe import MEMORY_SHARE, RankMeasurement, StepMeasurement, measure_rank
+
+MOMENTS = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**5)), min_size=1, max_size=4)
+"""bytes without samples beyond what is resident, and bytes per sample, of each moment of a step"""
+
+
+def measured(
+    moments: list[tuple[int, int]], resident: int, capacity: int, most: int, s_per_sample: float = 1e-3
+) -> tuple[RankMeasurement, list[int]]:
+    tried: list[int] = []
+
+    def run(samples: int) -> StepMeasurement:
+        tried.append(samples)
+        peak = resident + max(fixed + per_sample * samples for fixed, per_sample in moments)
+        return StepMeasurement(samples * s_per_sample, peak)
+
+    return measure_rank(run, most, capacity_bytes=capacity, resident_bytes=resident), tried
+
+
+@given(MOMENTS, st.integers(0, 10**6), st.integers(1, 10**8), st.integers(1, 300))
+def test_nothing_is_tried_that_might_not_fit(moments, resident, capacity, most):
+    found, tried = measured(moments, resident, capacity, most)
+    needs = {n: resident + max(fixed + per_sample * n for fixed, per_sample in moments) for n in tried}
+    # one and two samples are where measuring starts; without them nothing is known
+    assert all(need <= MEMORY_SHARE * capacity for n, need in needs.items() if n > 2)
+    assert 1 <= found.samples <= most
+
+
+@given(MOMENTS, st.integers(1, 10**8), st.integers(1, 300))
+def test_every_rank_runs_as_many_steps(moments, capacity, most):
+    _, tried = measured(moments, 0, capacity, most)
+    _, others = measured([(0, 0)], 0, 10**12, most, s_per_sample=1.0)
+    assert len(tried) == len(others)
+
+
+def test_all_that_fits_is_measured_where_memory_is_no_matter():
+    found, tried = measured([(1000, 10)], 0, 10**9, 64)
+    assert found.samples == max(tried) == 64
+    assert found.bytes_per_sample == 10
+    assert found.base_bytes == 1000
+
+
+def test_a_line_through_small_peaks_is_not_believed():
+    """One and two samples peak at another moment than many do, so their line says that any number fits."""
+    found, tried = measured([(10_000, 0), (0, 4_000)], 90_000, 200_000, 512)
+    assert found.samples == max(tried) == 22  # 90 kB of 0.9 x 200 kB are free, and a sample takes 4
+
+
+def test_no_step_is_longer_than_the_budget_allows():
+    found, _ = measured([(0, 0)], 0, 10**9, 1000, s_per_sample=0.1)
+    assert found.samples == 20
