@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -331,7 +332,9 @@ def test_listeners_stand_around_the_sleep() -> None:
 
     net = model()
     run(Emulation(device(STEP / 0.1), 0, find_units(net), listeners=[Timer()]), net, steps=1)
-    assert all(t > 0.9 * target_s for t, target_s in zip(times, [0.02, 0.02, 0.04, 0.02], strict=True))
+    # a unit that overslept is made up for by the next one, so that sums are what is kept, and not each unit's time
+    kept = zip(accumulate(times), accumulate([0.02, 0.02, 0.04, 0.02]), strict=True)
+    assert all(taken_s > 0.9 * target_s for taken_s, target_s in kept)
 
 
 def test_steps_do_not_nest_and_an_error_leaves_nothing_active() -> None:
