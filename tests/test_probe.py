@@ -56,3 +56,20 @@ def test_a_line_through_small_peaks_is_not_believed():
 def test_no_step_is_longer_than_the_budget_allows():
     found, _ = measured([(0, 0)], 0, 10**9, 1000, s_per_sample=0.1)
     assert found.samples == 20
+
+
+@given(st.integers(1, 10**6), st.integers(0, 10**6), st.integers(1, 64), st.integers(1, 8))
+def test_flat_peaks_promise_no_more_room_than_there_is(state, resident, most, times):
+    """A state outweighs the activations of every step that ran, and not those of a larger share."""
+    per_sample = state // most
+    found, _ = measured([(state, 0), (0, per_sample)], resident, 10**12, most)
+    assert found.base_bytes == resident
+    share = found.samples * times
+    needed = resident + max(state, per_sample * share)
+    assert found.bytes_per_sample * share + found.base_bytes >= needed * (1 - 1e-9)
+
+
+def test_a_slow_rank_still_measures_two_sizes():
+    found, tried = measured([(1000, 10)], 0, 10**9, 4, s_per_sample=1.5)
+    assert found.samples == max(tried) == 2
+    assert (found.base_bytes, found.bytes_per_sample) == (1000, 10)

@@ -22,7 +22,7 @@ class FirstBatch:
     """Runs the user's step on real samples before training starts, without a trace.
 
     Args:
-        module: the user's module, sharded.
+        module: the user's module, sharded, at rest (in the middle of a step its parameters may be gathered ones).
         loader: the training loader, from whose dataset the samples come; None where the batch is given.
         rank: this rank; ranks take different samples.
         to_device: the strategy's ``batch_to_device``.
@@ -46,6 +46,7 @@ class FirstBatch:
         self._to_device = to_device
         self._context = context
         self._instruments = instruments
+        self._parameters = list(module.parameters())
 
     def batch(self, samples: int) -> Any:
         """Return a batch of this many samples on the device; from the dataset's start where it is short."""
@@ -139,5 +140,5 @@ class FirstBatch:
 
     def forget_gradients(self) -> None:
         """Leave no gradient behind."""
-        for parameter in self.module.parameters():
+        for parameter in self._parameters:
             parameter.grad = None

@@ -28,7 +28,8 @@ class RankMeasurement:
         samples: the larger number of samples that was run.
         step_s: seconds of all units, forward and backward, for so many samples.
         fixed_s: what of it does not depend on the samples, by the line through both sizes; 0 where that is noise.
-        base_bytes: memory at a step without samples, by the line through both sizes; None where none is counted.
+        base_bytes: memory at a step without samples, by the line through both sizes and no less than what is
+            resident; None where none is counted.
         bytes_per_sample: what each sample adds to the peak; None where none is counted.
     """
 
@@ -62,7 +63,8 @@ def measure_rank(
     Args:
         run: runs one forward and backward of so many samples.
         max_samples: never run more; the same on every rank.
-        budget_s: how long the larger step may take; its size is chosen so, from a step of one or two samples.
+        budget_s: how long the larger step may take; its size is chosen so, from a step of one or two samples. Two
+            samples are run whatever they take, since one size alone gives no line.
         capacity_bytes: memory of the device; where peaks are known, no step is tried that might not fit it.
         resident_bytes: bytes that are there however few samples run (the rank's shards of the parameters).
 
@@ -71,9 +73,9 @@ def measure_rank(
     """
     one, pair = run(1), min(2, max_samples)
     two = run(pair)
-    samples = max(1, min(max_samples, int(budget_s / max(two.busy_s / pair, 1e-9))))
+    samples = max(pair, min(max_samples, int(budget_s / max(two.busy_s / pair, 1e-9))))
     limit_bytes = float("inf") if capacity_bytes is None else MEMORY_SHARE * capacity_bytes - resident_bytes
-    samples = _climb(run, min(pair, samples), two, samples, _rungs(max_samples), limit_bytes, resident_bytes)
+    samples = _climb(run, pair, two, samples, _rungs(max_samples), limit_bytes, resident_bytes)
     few = max(1, samples // 4)
     small, large = [], []
     for _ in range(REPEATS):
@@ -85,8 +87,8 @@ def measure_rank(
     peaks = (small[-1].peak_bytes, large[-1].peak_bytes)
     if one.peak_bytes is None or peaks[0] is None or peaks[1] is None:
         return RankMeasurement(samples, step_s, fixed_s)
-    base_bytes = _intercept(few, peaks[0], samples, peaks[1])
-    return RankMeasurement(samples, step_s, fixed_s, int(base_bytes), (peaks[1] - base_bytes) / samples)
+    base_bytes = _base_bytes(few, peaks[0], samples, peaks[1], resident_bytes)
+    return RankMeasurement(samples, step_s, fixed_s, base_bytes, (peaks[1] - base_bytes) / samples)
 
 
 def _rungs(max_samples: int) -> int:
@@ -128,3 +130,14 @@ def _intercept(x0: int, y0: float, x1: int, y1: float) -> float:
         return 0.0
     intercept = y1 - (y1 - y0) / (x1 - x0) * x1
     return intercept if intercept >= NEGLIGIBLE * y1 else 0.0
+
+
+def _base_bytes(few: int, few_bytes: int, samples: int, bytes_: int, resident_bytes: int) -> int:
+    """Return the bytes at no samples, by the line through two peaks.
+
+    Where more samples did not raise the peak, another moment than theirs made it. When theirs will is not known, only
+    that what is not resident at most grows with the samples: the line from the resident bytes stays above every peak.
+    """
+    if samples <= few or bytes_ <= few_bytes:
+        return min(resident_bytes, bytes_)
+    return max(resident_bytes, int(bytes_ - (bytes_ - few_bytes) / (samples - few) * samples))
