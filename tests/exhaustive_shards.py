@@ -17,6 +17,7 @@ from lightning_hetero.planner.training import Training
 from lightning_hetero.simulator.comm import Network, spread_of
 from lightning_hetero.simulator.shard_prediction import group_memory
 from lightning_hetero.simulator.shard_step import Passes, Traffic, crossing_s, lock_step_s
+from lightning_hetero.simulator.sharded_memory import ReduceBuffers
 
 
 def random_model(rng: random.Random, types: list[str]) -> ModelCosts:
@@ -155,7 +156,8 @@ class Exhaustive:
         memory = self.cluster.devices[rank].memory_bytes
         key = (memory, size, mode, again, accumulates)
         if key not in self.limits:
-            most = group_memory(self.costs, self.state, size, mode, again, accumulates).max_samples(memory)
+            buffers = ReduceBuffers.of(self.cluster)
+            most = group_memory(self.costs, self.state, buffers, size, mode, again, accumulates).max_samples(memory)
             self.limits[key] = self.batch if most is None else most
         return self.limits[key]
 

@@ -7,6 +7,7 @@ import random
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,12 @@ from hypothesis import strategies as st
 from lightning_hetero.cluster import Cluster, Device, Link
 from lightning_hetero.costs import ModelCosts, UnitCost, UnitTiming
 from lightning_hetero.errors import HeteroError, InfeasibleError
+from lightning_hetero.plan import ShardPlan
 from lightning_hetero.planner.seconds import unit_timings
 from lightning_hetero.planner.shard import plan_shard, search_shard
 from lightning_hetero.planner.training import Training
-from lightning_hetero.simulator.shard_prediction import predict_shard
+from lightning_hetero.simulator.shard_prediction import group_memory, predict_shard
+from lightning_hetero.simulator.sharded_memory import FSDP2_BUFFERS, GLOO_BUFFERS
 from tests.exhaustive_shards import Exhaustive, random_case
 
 GB = 10**9
@@ -57,6 +60,20 @@ def check(plan, cluster, costs, training):
     for device, predicted, needed in zip(cluster.devices, plan.predictions, found.peak_bytes, strict=True):
         assert predicted.peak_memory_bytes == needed <= device.memory_bytes
         assert 0 <= predicted.idle_share <= 1
+
+
+@pytest.mark.parametrize("emulate", [True, False])
+def test_emulated_ranks_count_the_gradients_that_gloo_has_on_their_way(emulate):
+    cluster = replace(cluster_of(*[("a", "n", 8, 1)] * 2), emulate=emulate)
+    costs, training = transformer(), Training(4)
+    plan = ShardPlan(4, (2, 2), ((0, 1),), ("a", "a"), modes=("FULL_SHARD",))
+    found = predict_shard(plan, cluster, costs, unit_timings(costs, cluster), training.state).peak_bytes[0]
+    on_gloo, on_gpu = (
+        group_memory(costs, training.state, buffers, 2, "FULL_SHARD", False, False).peak_bytes(2)
+        for buffers in (GLOO_BUFFERS, FSDP2_BUFFERS)
+    )
+    assert on_gloo > on_gpu
+    assert found == (on_gloo if emulate else on_gpu)
 
 
 def step_s(cluster, costs, training):

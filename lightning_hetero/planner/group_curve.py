@@ -23,6 +23,7 @@ from lightning_hetero.simulator.comm import Network
 from lightning_hetero.simulator.memory import StateBytes
 from lightning_hetero.simulator.shard_prediction import group_memory
 from lightning_hetero.simulator.shard_step import Floats, Passes, Traffic, lock_step_s
+from lightning_hetero.simulator.sharded_memory import ReduceBuffers
 
 Ints = NDArray[np.int64]
 
@@ -122,6 +123,7 @@ class Curves:
         kinds: of the cluster's ranks.
         costs: of the model.
         state: bytes per parameter.
+        buffers: gradients on their way.
         network: the links.
         global_batch_size: samples of a step.
         modes: sharding modes that may be used.
@@ -134,6 +136,7 @@ class Curves:
         kinds: Kinds,
         costs: ModelCosts,
         state: StateBytes,
+        buffers: ReduceBuffers,
         network: Network,
         global_batch_size: int,
         modes: Iterable[str],
@@ -141,6 +144,7 @@ class Curves:
         accumulate: bool,
     ) -> None:
         self.kinds, self.costs, self.state, self.network = kinds, costs, state, network
+        self.buffers = buffers
         self.global_batch_size = global_batch_size
         self.modes = tuple(modes)
         self.checkpointing, self.accumulate = checkpointing, accumulate
@@ -178,7 +182,7 @@ class Curves:
 
     def _within(self, memory_bytes: int, how: tuple[int, str, bool, bool]) -> int:
         if how not in self._points:
-            points = group_memory(self.costs, self.state, *how).points
+            points = group_memory(self.costs, self.state, self.buffers, *how).points
             fixed = np.array([float(point.fixed_bytes) for point in points])
             self._points[how] = (fixed, np.array([point.bytes_per_sample for point in points]))
         fixed, per_sample = self._points[how]

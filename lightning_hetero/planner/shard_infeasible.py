@@ -39,7 +39,7 @@ def _missing(planner: ShardPlanner) -> Iterator[str]:
     ranks = planner.cluster.world_size
     mode = next((each for each in ("FULL_SHARD", "SHARD_GRAD_OP") if each in planner.options.modes), "NO_SHARD")
     again = planner.options.checkpointing
-    peak = group_memory(planner.costs, planner.state, ranks, mode, again, False).peak(1)
+    peak = group_memory(planner.costs, planner.state, planner.curves.buffers, ranks, mode, again, False).peak(1)
     needed = peak.needed_bytes(1)
     short = [rank for rank, device in enumerate(planner.cluster.devices) if device.memory_bytes < needed]
     how = f"{mode} over all {ranks} ranks, 1 sample a rank{', with activation checkpointing' if again else ''}"

@@ -33,6 +33,7 @@ from lightning_hetero.planner.training import Training
 from lightning_hetero.simulator.comm import Network
 from lightning_hetero.simulator.shard_prediction import ShardPrediction, predict_shard
 from lightning_hetero.simulator.shard_step import Floats, crossing_s
+from lightning_hetero.simulator.sharded_memory import ReduceBuffers
 from lightning_hetero.units import format_bytes, format_seconds
 
 _GRID = 40
@@ -93,6 +94,7 @@ class ShardPlanner:
             self.kinds,
             costs,
             self.state,
+            ReduceBuffers.of(cluster),
             self.network,
             self.batch,
             options.modes,

@@ -13,7 +13,7 @@ from lightning_hetero.plan import RankPrediction, ShardPlan
 from lightning_hetero.simulator.comm import Network, Spread, spread_of
 from lightning_hetero.simulator.memory import MemoryPoint, RankMemory, StateBytes
 from lightning_hetero.simulator.shard_step import Passes, Traffic, busy_s, crossing_s, group_s
-from lightning_hetero.simulator.sharded_memory import shard_memory
+from lightning_hetero.simulator.sharded_memory import ReduceBuffers, shard_memory
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ def predict_shard(
     is_block = np.array([unit.is_block for unit in costs.units])
     plain = {kind: Passes.of(each) for kind, each in timings.items()}
     again = {kind: passes.checkpointed(is_block) for kind, passes in plain.items()}
+    buffers = ReduceBuffers.of(cluster)
     groups, busy = [], [0.0] * plan.world_size
     peaks: dict[int, tuple[MemoryPoint, int]] = {}
     memories: dict[tuple[int, str, bool, bool], RankMemory] = {}
@@ -84,7 +85,7 @@ def predict_shard(
             key = (len(group), mode, plan.checkpoints(rank), count > 1)
             if (key, samples) not in needed:
                 if key not in memories:
-                    memories[key] = group_memory(costs, state, *key)
+                    memories[key] = group_memory(costs, state, buffers, *key)
                 peak = memories[key].peak(samples)
                 needed[key, samples] = (peak, peak.needed_bytes(samples))
             peaks[rank] = needed[key, samples]
@@ -100,7 +101,13 @@ def predict_shard(
 
 
 def group_memory(
-    costs: ModelCosts, state: StateBytes, size: int, mode: str, checkpointing: bool, accumulates: bool
+    costs: ModelCosts,
+    state: StateBytes,
+    buffers: ReduceBuffers,
+    size: int,
+    mode: str,
+    checkpointing: bool,
+    accumulates: bool,
 ) -> RankMemory:
     """Memory of a rank in a group of ``size``, as a function of the samples of its micro-batch."""
     return shard_memory(
@@ -112,6 +119,7 @@ def group_memory(
         checkpointing=checkpointing,
         loss_bytes=costs.loss_bytes,
         accumulates=accumulates,
+        buffers=buffers,
     )
 
 

@@ -40,6 +40,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import UnitCost
 from lightning_hetero.errors import HeteroError, raise_all
 from lightning_hetero.plan.shard import MODES
@@ -59,6 +60,11 @@ class ReduceBuffers:
     computing: int
     reducing: int
     copies: int
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> ReduceBuffers:
+        """What ranks of this cluster hold: emulated devices are CPU ranks, which reduce over gloo."""
+        return GLOO_BUFFERS if cluster.emulate else FSDP2_BUFFERS
 
 
 FSDP2_BUFFERS = ReduceBuffers(computing=1, reducing=0, copies=0)
