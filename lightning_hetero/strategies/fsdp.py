@@ -294,10 +294,13 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         with self.instruments.step(self._batch), self._taking_part():
             return super().training_step(*args, **kwargs)
 
+    def _loss_factor(self) -> float:
+        """Return what this rank's loss counts for in the mean over the global batch."""
+        return 1.0 if self._sizes is None else self._sizes[self.global_rank] / sum(self._sizes)
+
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Scale the loss by this rank's share of the samples, so that the gradients' sum is the global mean's."""
-        if self._sizes is not None:
-            closure_loss = closure_loss * (self._sizes[self.global_rank] / sum(self._sizes))
+        closure_loss = closure_loss * self._loss_factor()
         with self.instruments.step(self._batch):
             return self._backward(closure_loss, optimizer, *args, **kwargs)
 
