@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,17 @@ class HeteroStrategy(ParallelStrategy):
         numbers = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(numbers, own)
         return tuple(int(value) for value in torch.cat(numbers).tolist())
+
+    def gather_vector(self, values: Sequence[float]) -> list[list[float]]:
+        """Return every rank's numbers, as many from each, in rank order, on every rank; in 64-bit where there is."""
+        if not dist.is_initialized() or self.world_size == 1:
+            return [list(values)]
+        dtype = torch.float64 if self.root_device.type != "mps" else torch.float32
+        own = torch.tensor(list(values), dtype=dtype, device=self.root_device)
+        vectors = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(vectors, own)
+        numbers: list[list[float]] = torch.stack(vectors).tolist()
+        return numbers
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Return the sum of a vector over all ranks; in 64-bit where the device has it."""
