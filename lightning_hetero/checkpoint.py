@@ -121,7 +121,15 @@ def is_sharded(path: Path) -> bool:
     return (path / METADATA).is_file()
 
 
-def write_sharded(state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer], path: Path) -> None:
+def write_sharded(
+    state: dict[str, Any],
+    module: nn.Module,
+    optimizers: list[Optimizer],
+    path: Path,
+    *,
+    group: Any = None,
+    writes: bool = True,
+) -> None:
     """Write each rank's shards into the folder ``path`` (a collective); complete under its name or not there.
 
     Args:
@@ -129,6 +137,8 @@ def write_sharded(state: dict[str, Any], module: nn.Module, optimizers: list[Opt
         module: the sharded model.
         optimizers: its optimizers.
         path: the same on every rank, on a file system that all ranks see.
+        group: process group of ranks that together hold the model once; by default that is all of them.
+        writes: whether this rank is in it. Other groups hold the same tensors on other meshes, and have nothing to add.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     rank = dist.get_rank()
@@ -136,7 +146,10 @@ def write_sharded(state: dict[str, Any], module: nn.Module, optimizers: list[Opt
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     dist.barrier()
-    save(_sharded_state(module, optimizers), checkpoint_id=temporary)
+    if writes:
+        save(_sharded_state(module, optimizers), checkpoint_id=temporary, process_group=group)
+        if group is not None:
+            dist.barrier(group)
     if rank == 0:
         torch.save(state, temporary / METADATA)
         _replace_folder(temporary, path)
@@ -156,11 +169,21 @@ def _replace_folder(new: Path, path: Path) -> None:
         old.unlink(missing_ok=True)
 
 
-def read_sharded(module: nn.Module, optimizers: list[Optimizer], path: Path, weights_only: bool | None) -> Any:
-    """Load a sharded checkpoint in place, under any number of ranks (a collective); return all but the tensors."""
+def read_sharded(
+    module: nn.Module, optimizers: list[Optimizer], path: Path, weights_only: bool | None, *, group: Any = None
+) -> Any:
+    """Load a sharded checkpoint in place, under any number of ranks (a collective); return all but the tensors.
+
+    Args:
+        module: the sharded model.
+        optimizers: its optimizers.
+        path: the folder.
+        weights_only: as for ``torch.load``.
+        group: process group of this rank's shard group; by default all ranks shard together.
+    """
     options = StateDictOptions(strict=True)
     state = _sharded_state(module, optimizers)
-    load(state, checkpoint_id=path)
+    load(state, checkpoint_id=path, process_group=group)
     set_model_state_dict(module, state["state_dict"], options=options)
     for i, optimizer in enumerate(optimizers):
         set_optimizer_state_dict(module, optimizer, state[f"optimizer_{i}"], options=options)

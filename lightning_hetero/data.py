@@ -23,6 +23,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from lightning_hetero.collate import MicroCollate
 from lightning_hetero.errors import DataError
 
 Split = Callable[[int], tuple[int, ...]]
@@ -135,6 +136,21 @@ def _nothing() -> None:
     """What a loader does at the start of an iteration unless it is told otherwise."""
 
 
+def _one() -> int:
+    """How many micro-batches there are unless a plan says otherwise."""
+    return 1
+
+
+def _collated_in(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
+    """Return a loader that collates each batch into so many micro-batches."""
+    if count == 1:
+        return loader
+    clone = copy.copy(loader)
+    clone.__dict__["_iterator"] = None
+    clone.collate_fn = MicroCollate(cast(Any, loader.collate_fn), count)
+    return clone
+
+
 class UnevenLoader:
     """A ``DataLoader`` of which each rank reads its share; what Lightning iterates in its place.
 
@@ -150,6 +166,7 @@ class UnevenLoader:
         seed: with the epoch it fixes the order.
         announce: called with every rank's samples each time a batch is handed out.
         agree: a collective, by which ranks compare the order that a user's own sampler gave.
+        micro_batches: into how many micro-batches each batch is collated; asked at the start of an iteration.
     """
 
     def __init__(
@@ -162,6 +179,7 @@ class UnevenLoader:
         seed: int,
         announce: Callable[[tuple[int, ...]], None],
         agree: Agree,
+        micro_batches: Callable[[], int] = _one,
     ) -> None:
         batches = cast(BatchSampler, loader.batch_sampler)
         order = SampleOrder(len(cast(Sized, loader.dataset)), batches.sampler, seed)
@@ -169,6 +187,7 @@ class UnevenLoader:
         self.loader = with_batch_sampler(loader, self.uneven)
         self._announce = announce
         self._agree = agree
+        self._micro_batches = micro_batches
         self._consumed = 0
         self.on_start = _nothing
 
@@ -217,7 +236,7 @@ class UnevenLoader:
         if self.uneven.order.kind == "sampler":
             self._check_order()
         self._consumed = first
-        for batch, data in enumerate(self.loader, start=first):
+        for batch, data in enumerate(_collated_in(self.loader, self._micro_batches()), start=first):
             # counted when handed out: what workers have read ahead is not consumed
             self._consumed = batch + 1
             self._announce(self.uneven.sizes(batch))

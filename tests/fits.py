@@ -84,6 +84,9 @@ class Fit:
     reshard: bool = True
     max_steps: int = -1
     validate: bool = False
+    groups: tuple[tuple[int, ...], ...] = ()
+    modes: tuple[str, ...] = ()
+    micro_batches: tuple[int, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -235,8 +238,10 @@ def plan_for(fit: Fit) -> ShardPlan:
     return ShardPlan(
         global_batch_size=fit.global_batch,
         batch_shares=fit.shares,
-        groups=(tuple(range(fit.ranks)),),
+        groups=fit.groups or (tuple(range(fit.ranks)),),
         device_types=tuple(f"d{r}" for r in range(fit.ranks)),
+        modes=fit.modes,
+        micro_batches=fit.micro_batches,
         reshard_after_forward=fit.reshard,
     )
 

@@ -27,6 +27,7 @@ LEVELS = {
     "emulation": 3,
     "emulation_report": 3,
     "ownership": 3,
+    "collate": 3,
     "data": 3,
     "checkpoint": 3,
     "strategies": 4,

@@ -65,15 +65,20 @@ class Checkpoints:
         assert module is not None
         if self._sharded:
             return {}
-        gathered: dict[str, Any] = state_io.gather_state(module.state_dict(), self._strategy.is_global_zero)
-        return gathered
+        return self._gathered(module.state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's whole state on rank 0, or nothing where shards are written (a collective)."""
         optimizer = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer holds the real one
         if self._sharded:
             return {}
-        gathered: dict[str, Any] = state_io.gather_state(optimizer.state_dict(), self._strategy.is_global_zero)
+        return self._gathered(optimizer.state_dict())
+
+    def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state whole on rank 0, gathered by its shard group alone."""
+        if not self._strategy.groups.is_first:
+            return {}
+        gathered: dict[str, Any] = state_io.gather_state(state, self._strategy.is_global_zero)
         return gathered
 
     def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
@@ -95,7 +100,14 @@ class Checkpoints:
         checkpoint.pop("state_dict", None)
         checkpoint.pop("optimizer_states", None)
         assert strategy.lightning_module is not None
-        state_io.write_sharded(checkpoint, strategy.lightning_module, strategy.optimizers, Path(path))
+        state_io.write_sharded(
+            checkpoint,
+            strategy.lightning_module,
+            strategy.optimizers,
+            Path(path),
+            group=strategy.groups.shard_group if strategy.groups.crosses else None,
+            writes=strategy.groups.is_first or not strategy.groups.crosses,
+        )
 
     def load(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
         """Read a checkpoint of either form; the tensors of a folder are loaded in place at once."""
@@ -107,7 +119,11 @@ class Checkpoints:
             if self._loaded_in_place:
                 assert strategy.lightning_module is not None
                 state: dict[str, Any] = state_io.read_sharded(
-                    strategy.lightning_module, strategy.optimizers, Path(path), weights_only
+                    strategy.lightning_module,
+                    strategy.optimizers,
+                    Path(path),
+                    weights_only,
+                    group=strategy.groups.shard_group if strategy.groups.crosses else None,
                 )
                 state = {"state_dict": {}, "optimizer_states": [], **state}
             else:

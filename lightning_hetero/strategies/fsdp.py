@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_hetero.callbacks import EmulatedDevices
 from lightning_hetero.cluster import Cluster
+from lightning_hetero.collate import MicroBatches
 from lightning_hetero.costs import ModelCosts
 from lightning_hetero.errors import HeteroError, UnsupportedError, raise_all
 from lightning_hetero.models.units import find_units
@@ -27,18 +28,19 @@ from lightning_hetero.strategies.arguments import argument_problems, read_costs,
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.checkpoint_hooks import CheckpointHooks
 from lightning_hetero.strategies.checkpoints import Checkpoints
+from lightning_hetero.strategies.gradients import GradientReduction, clip_by_one_norm
+from lightning_hetero.strategies.groups import ShardGroups, replicas_of
 from lightning_hetero.strategies.instruments import Instruments
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.loss_check import cut
+from lightning_hetero.strategies.micro_batches import MicroBatchSteps
 from lightning_hetero.strategies.opening import Opening
-from lightning_hetero.strategies.overlap import OverlappedReduceScatter
 from lightning_hetero.strategies.sharding import (
     check_parameters,
     check_steps,
     prefetch_blocks,
     register_steps,
     shard_module,
-    use_reduce_scatter,
 )
 from lightning_hetero.strategies.summary import RankSummary, StepRecorder, print_summary
 from lightning_hetero.strategies.untouched import untouched
@@ -111,13 +113,16 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         self._reshard = reshard_after_forward
         self._summary = summary
         self.summaries: list[RankSummary] = []
-        self.instruments: Instruments  # from set-up on
+        self.instruments: Instruments  # these from set-up on
+        self.groups: ShardGroups
+        self.gradients: GradientReduction
         self._loaders = Loaders(self, global_batch_size)
         self._checkpoints = Checkpoints(self, save_distributed_checkpoint, weights_only)
         self._sizes: tuple[int, ...] | None = None
         self._full_steps = (False, False)  # whether the step before and the one at hand have a whole global batch
         self._batch: Any = None
-        self._reduce_scatter: OverlappedReduceScatter | None = None
+        self._micro_batches = MicroBatchSteps(self)
+        self._accumulates = False  # whether the backward at hand leaves its gradients for later ones
         self.costs = read_costs(costs)
         self.flops_per_sample: float | None = None
         self._opening = Opening(self, check_loss, count_flops=summary)
@@ -132,7 +137,6 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
             self.root_device.type, (self.world_size, 1), mesh_dim_names=("data_parallel", "tensor_parallel")
         )
         lightning_adapter.give_device_mesh(self.lightning_module, mesh)
-        self._mesh = mesh["data_parallel"]
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Discover what was not given, shard the model, make the optimizers."""
@@ -157,6 +161,12 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         self.model = self.precision_plugin.convert_module(module)
         self._shard(module)
         if trainer.state.fn == TrainerFn.FITTING:
+            if self.micro_batches_per_step() > 1 and not module.automatic_optimization:
+                raise UnsupportedError(
+                    f"the plan cuts a step into {self.micro_batches_per_step()} micro-batches, and with manual "
+                    "optimization the step is the module's own: set micro_batches to 1 in the plan, or "
+                    "automatic_optimization = True"
+                )
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
 
@@ -164,17 +174,17 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         assert self.cluster is not None
         units = find_units(module, self._wrap)
         self.reshards = self._decide_reshard(module)
-        shard_module(module, units, self._mesh, self.root_device, reshard_after_forward=self.reshards)
+        self.groups = self._shard_groups()
+        shard_module(module, units, self.groups, self.root_device, reshard_after_forward=self.reshards)
         register_steps(module)
         self.model_to_device()
-        # between forward and backward, module.parameters() may be the gathered ones, without the gradients
-        self._shards = list(module.parameters())
         if self.root_device.type == "cpu":
             # gloo's all-gathers block unless they are asynchronous and asked for ahead (DESIGN 5)
             torch_adapter.set_unshard_async(module, True)
             prefetch_blocks(units)
-            self._reduce_scatter = OverlappedReduceScatter()
-            use_reduce_scatter(module, self._reduce_scatter)
+        self.gradients = GradientReduction(module, self.groups, self.root_device)
+        if len(self.groups.replicas) > 1:
+            lightning_adapter.clip_norms_by(self.precision_plugin, clip_by_one_norm)
         assert self.cluster is not None
         trainer: Any = self._trainer  # its callbacks are not typed
         if self.cluster.emulate and any(isinstance(c, EmulatedDevices) for c in trainer.callbacks):
@@ -187,9 +197,15 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
             module, units, self.root_device, self.global_rank, emulated=emulated, costs=self.costs
         )
 
+    def _shard_groups(self) -> ShardGroups:
+        plan = self._given_plan
+        groups = plan.groups if plan is not None else (tuple(range(self.world_size)),)
+        modes = [plan.mode_of(index) if plan is not None else "FULL_SHARD" for index in range(len(groups))]
+        return ShardGroups(replicas_of(groups, modes), self.global_rank, self.root_device, self._timeout)
+
     def _decide_reshard(self, module: pl.LightningModule) -> bool:
         if self._given_plan is not None:
-            return self._given_plan.reshard_after_forward
+            return self._given_plan.mode_of(self._given_plan.group_of(self.global_rank)) == "FULL_SHARD"
         if isinstance(self._reshard, bool):
             return self._reshard
         assert self.cluster is not None
@@ -263,7 +279,17 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
 
     def step_samples(self) -> int:
         """Return this rank's samples in the current step; 0 where it takes part without any."""
-        return 1 if self._sizes is None else self._sizes[self.global_rank]
+        if self._sizes is None:
+            return 1
+        return self._micro_batches.samples(self._sizes[self.global_rank])
+
+    def micro_batches_per_step(self) -> int:
+        """Return into how many micro-batches this rank's group cuts a step."""
+        return 1 if self.plan is None else self.plan.micro_batches_of(self.plan.group_of(self.global_rank))
+
+    def micro_batch(self) -> tuple[int, int]:
+        """Return which micro-batch of the step is at hand, and how many there are."""
+        return self._micro_batches.index, self._micro_batches.count
 
     def begin_batch(self, training: bool) -> None:
         """Note the sizes of the batch that starts now on all ranks."""
@@ -271,6 +297,7 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
             # they stay after the step: hooks at the batch's end log, too
             self._sizes = self._loaders.next_eval_sizes()
             return
+        self._micro_batches.forget()
         self._sizes = self._loaders.next_train_sizes()
         self._full_steps = (self._full_steps[1], sum(self._sizes) == self.global_batch_size)
 
@@ -289,20 +316,36 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         with untouched(self.lightning_module, silence_logs=False):
             yield
 
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch, or each of its micro-batches, as the user's hooks say."""
+        if isinstance(batch, MicroBatches):
+            return MicroBatches(self.batch_to_device(each, device, dataloader_idx) for each in batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step on this rank's samples."""
-        with self.instruments.step(self._batch), self._taking_part():
+        """Run the user's step on this rank's samples, micro-batch by micro-batch where the plan has several."""
+        if isinstance(self._batch, MicroBatches):
+            return self._micro_batches.run(self._batch, *args[1:], **kwargs)
+        self.gradients.begin_forward()
+        return self.own_step(self._batch, *args, **kwargs)
+
+    def own_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's training step on one batch of this rank, or for the others' sake."""
+        with self.instruments.step(batch), self._taking_part():
             return super().training_step(*args, **kwargs)
 
     def _loss_factor(self) -> float:
         """Return what this rank's loss counts for in the mean over the global batch."""
-        return 1.0 if self._sizes is None else self._sizes[self.global_rank] / sum(self._sizes)
+        return 1.0 if self._sizes is None else self.step_samples() / sum(self._sizes)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Scale the loss by this rank's share of the samples, so that the gradients' sum is the global mean's."""
         closure_loss = closure_loss * self._loss_factor()
+        self._micro_batches.before_backward()
         with self.instruments.step(self._batch):
-            return self._backward(closure_loss, optimizer, *args, **kwargs)
+            loss = self._backward(closure_loss, optimizer, *args, **kwargs)
+        self._micro_batches.after_backward()
+        return loss
 
     def _backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """As ``Strategy.backward``, with gradients complete before the user's ``on_after_backward`` sees them."""
@@ -310,19 +353,26 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         assert module is not None
         self.pre_backward(loss)
         loss = self.precision_plugin.pre_backward(loss, module)
-        reduction = self._reduce_scatter
-        if reduction is not None:
-            reduction.overlap = all(parameter.grad is None for parameter in self._shards)
-        try:
+        with self.gradients.backward(is_last=not self._accumulates, complete=not module.automatic_optimization):
             self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
-            if reduction is not None:
-                reduction.wait()
-        finally:
-            if reduction is not None:
-                reduction.forget()
         loss = self.precision_plugin.post_backward(loss, module)
         self.post_backward(loss)
         return loss
+
+    def early_backward(self, loss: Tensor, batch: Any) -> None:
+        """Backward of a micro-batch that is not the step's last: gradients add up within the group."""
+        accumulated = self._trainer.accumulate_grad_batches  # Lightning divides the last one's loss itself
+        with self.instruments.step(batch), self.gradients.backward(is_last=False):
+            self.precision_plugin.backward(loss * (self._loss_factor() / accumulated), self.lightning_module, None)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning enters it where gradients accumulate: groups cross at the last batch only."""
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Run the closure (forward and backward) and the optimizer's step."""
@@ -385,4 +435,5 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         """Take our hooks off the module."""
         if hasattr(self, "instruments"):
             self.instruments.close()
+            self.gradients.close()
         super().teardown()

@@ -15,20 +15,25 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_hetero.collate import MicroBatches
 from lightning_hetero.data import with_batch_sampler
+from lightning_hetero.strategies.loss_weight import BatchWeights
 
 __all__ = [
     "SubprocessLauncher",
     "batches_to_skip",
+    "clip_norms_by",
     "drop_loader_states",
     "forget_train_dataloader",
     "give_device_mesh",
     "init_process_group",
     "keep_users_samplers",
+    "put_micro_batch",
     "reduce_over_ranks",
     "train_loaders",
     "trainer_arguments",
@@ -49,8 +54,17 @@ class WeightedReduction(Protocol):
     def step_samples(self) -> int:
         """Return this rank's samples in the current step; 0 where it takes part without any."""
 
-    def begin_batch(self, training: bool) -> None:
+    def micro_batch(self) -> tuple[int, int]:
+        """Return which micro-batch of the step is at hand, and how many there are."""
+
+    def begin_batch(self, training: bool, batch: Any = None) -> None:
         """Note that the next batch starts, before any hook sees it."""
+
+    def batch_weights(self) -> BatchWeights | None:
+        """Return what each rank's part of the batch at hand counts for; None where that is its samples."""
+
+    def step_items(self) -> float:
+        """Return what this rank's batch at hand counts for, where there are :meth:`batch_weights`."""
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Return the sum over all ranks of a vector (a collective)."""
@@ -68,6 +82,8 @@ class _WeightedMetric(_ResultMetric):
         super().__init__(metric.meta, metric.is_tensor)
         self.owner = owner
         self.in_batch = False
+        self.given_size = False  # whether the user said the batch size
+        self._parts: list[tuple[Tensor, float]] = []  # of the step's micro-batches so far
 
     def update(self, value: Any, batch_size: int) -> None:
         if not self.is_tensor:
@@ -77,7 +93,18 @@ class _WeightedMetric(_ResultMetric):
             # as Lightning does: values are kept in 32 bits or more
             value = value.to(torch.get_default_dtype())
         own = self.owner.step_samples() if self.in_batch else batch_size
-        if self._is_weighted_mean:
+        weights = self.owner.batch_weights() if self.in_batch and self._is_weighted_mean else None
+        if self.in_batch and self.owner.micro_batch()[1] > 1:
+            counted = own if own == 0 or not self.meta.on_epoch else batch_size
+            self._parts.append((value.detach(), counted if weights is None else self.owner.step_items()))
+            index, count = self.owner.micro_batch()
+            if index < count - 1:
+                return  # ranks of other groups may have more or fewer of them: they meet at the last one
+            value, batch_size = self._joined()
+            own = batch_size
+        if weights is not None:
+            self._update_mean_of_items(value, weights, batch_size)
+        elif self._is_weighted_mean:
             # a value logged on_step alone comes with batch size 1: Lightning does not look for the real one
             weight = own if own == 0 or not self.meta.on_epoch else batch_size
             self._update_mean(value, weight)
@@ -87,6 +114,19 @@ class _WeightedMetric(_ResultMetric):
             super().update(self._neutral(value), 0)
         elif self._forward_cache is None:
             self._forward_cache = value.detach()
+
+    def _joined(self) -> tuple[Tensor, int]:
+        """Return one value for all micro-batches, and what it weighs."""
+        values, weights = zip(*self._parts, strict=True)
+        self._parts = []
+        counted = [value for value, weight in zip(values, weights, strict=True) if weight] or list(values[:1])
+        if self.meta.is_mean_reduction:
+            total = sum(value * weight for value, weight in zip(values, weights, strict=True) if weight)
+            return (total / sum(weights) if sum(weights) else values[0]), sum(weights)
+        joined = counted[0]
+        for value in counted[1:]:
+            joined = joined + value if self.meta.is_sum_reduction else self.meta.reduce_fx(joined, value)
+        return joined, sum(weights)
 
     def _update_mean(self, value: Tensor, weight: int) -> None:
         weighted = value * weight if weight else torch.zeros_like(value)
@@ -100,6 +140,25 @@ class _WeightedMetric(_ResultMetric):
         self.value = self.value + weighted
         self.cumulated_batch_size = self.cumulated_batch_size + weight
 
+    def _update_mean_of_items(self, value: Tensor, weights: BatchWeights, batch_size: int) -> None:
+        """On one device the value is the mean over the global batch's items, and an epoch weighs it by its samples."""
+        factor = weights.factor(weights.own)
+        part = value * factor if factor else torch.zeros_like(value)  # the mean over no items is not a number
+        everyones, own_size = float(sum(weights.sizes)), weights.sizes[weights.rank]
+        if self.given_size and own_size:
+            own_size = batch_size
+        if self.meta.on_step or self.given_size:
+            total = self.owner.sum_over_ranks(torch.stack([part.detach(), torch.as_tensor(float(own_size)).to(part)]))
+            everyones = float(total[1])
+            if self.meta.on_step:
+                self._forward_cache = total[0]
+                if not self.meta.on_epoch:
+                    self.value = self._forward_cache
+                    return
+        if weights.total:
+            self.value = self.value + part * everyones
+            self.cumulated_batch_size = self.cumulated_batch_size + own_size
+
     def compute(self) -> Tensor:
         if not self.is_tensor:
             with warnings.catch_warnings():
@@ -112,7 +171,7 @@ class _WeightedMetric(_ResultMetric):
             return super().compute()
         pair = torch.stack([self.value, self.cumulated_batch_size.to(self.value)])
         total = self.owner.sum_over_ranks(pair)
-        return total[0] / total[1]
+        return total[0] / total[1].clamp(min=1)  # where no batch had an item
 
     @property
     def _is_weighted_mean(self) -> bool:
@@ -139,19 +198,26 @@ class _WeightedResults(_ResultCollection):
     @property
     def batch(self) -> Any:
         """The batch at hand. Lightning sets it before the first hook that may log, and a strategy's hook runs last."""
-        return self._batch
+        # Lightning looks for the number of samples in it, and would find micro-batches of unequal sizes
+        return self._batch[0] if isinstance(self._batch, MicroBatches) else self._batch
 
     @batch.setter
     def batch(self, batch: Any) -> None:
         self._batch = batch
         if batch is not None:
-            self.owner.begin_batch(self.training)
+            self.owner.begin_batch(self.training, batch)
 
     def __setitem__(self, key: str, metric: _ResultMetric) -> None:
         super().__setitem__(key, _WeightedMetric(metric, self.owner))
 
+    def _extract_batch_size(self, value: Any, batch_size: int | None, meta: Any) -> int:
+        value.given_size = batch_size is not None
+        return super()._extract_batch_size(value, batch_size, meta)
+
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         self[key].in_batch = self.batch is not None
+        if isinstance(self._batch, MicroBatches):
+            batch_size = self.owner.step_samples()
         super().update_metrics(key, value, batch_size)
 
 
@@ -163,6 +229,29 @@ def weigh_logged_values(trainer: pl.Trainer, owner: WeightedReduction) -> None:
     trainer.fit_loop.epoch_loop._results = _WeightedResults(True, owner)
     for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
         loop._results = _WeightedResults(False, owner)
+
+
+def clip_norms_by(plugin: Precision, clip: Callable[[list[nn.Parameter], float], Tensor]) -> None:
+    """Have gradients clipped by norm with ``clip(parameters, max_norm)``.
+
+    Lightning asks the precision plugin and hands it neither strategy nor module; a subclass of every plugin would
+    be the other way.
+    """
+
+    def clip_grad_by_norm(optimizer: Any, clip_val: float) -> None:
+        if clip_val > 0:
+            clip(list(plugin.main_params(optimizer)), clip_val)
+
+    plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
+
+
+def put_micro_batch(trainer: pl.Trainer, batch: Any) -> None:
+    """Let what is logged from here on count for ``batch``: the training loop's results keep the batch at hand.
+
+    They take it by a property that Lightning sets once a step and :class:`_WeightedResults` takes for its start.
+    """
+    results = trainer.fit_loop.epoch_loop._results
+    results._batch = batch  # type: ignore[attr-defined]
 
 
 def keep_users_samplers(trainer: pl.Trainer) -> None:

@@ -88,6 +88,7 @@ class Loaders:
         assert self._strategy.lightning_module is not None
         trainer = self._strategy.lightning_module.trainer
         evaluating = trainer.state.stage in _EVAL_STAGES
+        micro_batches = self._strategy.micro_batches_per_step()
         announce = self._eval_sizes.append if evaluating else self._announce_train
         agree = self._strategy.gather_numbers
         loader = lightning_adapter.without_index_tracking(loader)
@@ -95,6 +96,12 @@ class Loaders:
             loader = self._split(loader, evaluating, predicting=trainer.predicting)
         else:
             self._say_kept(loader)
+            if not evaluating and micro_batches > 1:
+                raise UnsupportedError(
+                    f"the plan cuts a step into {micro_batches} micro-batches, but the batches of "
+                    f"{type(loader).__name__} are kept as each rank makes them: set micro_batches to 1 in the plan, or "
+                    "use a map-style dataset"
+                )
             kept = SizedKeptLoader if _length_of(loader) is not None else KeptLoader
             loader = kept(loader, announce=announce, agree=agree)
         if not evaluating:
@@ -121,6 +128,7 @@ class Loaders:
             seed=default_seed(),
             announce=self._eval_sizes.append if evaluating else self._announce_train,
             agree=strategy.gather_numbers,
+            **({} if evaluating else {"micro_batches": strategy.micro_batches_per_step}),
         )
         if predicting:
             tracked = lightning_adapter.with_index_tracking(uneven.uneven, uneven.uneven.has_samples)

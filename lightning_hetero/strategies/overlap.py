@@ -48,6 +48,11 @@ class OverlappedReduceScatter:
         self._running.append((work, input_tensor))
         self.wait(leave=self.in_flight if self.overlap else 0)
 
+    @property
+    def running(self) -> int:
+        """How many reductions have not been waited for."""
+        return len(self._running)
+
     def wait(self, leave: int = 0) -> None:
         """Wait for all reductions but the ``leave`` last ones."""
         while len(self._running) > leave:

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from lightning_hetero.errors import UnsupportedError, raise_all
 from lightning_hetero.models.units import Unit
+from lightning_hetero.strategies.groups import ShardGroups
 
 _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -61,24 +62,25 @@ def check_steps(module: nn.Module) -> None:
 def shard_module(
     root: nn.Module,
     units: Sequence[Unit],
-    mesh: DeviceMesh,
+    groups: ShardGroups,
     device: torch.device,
     *,
     reshard_after_forward: bool,
 ) -> None:
     """Apply ``fully_shard`` to each block, to the children that hold blocks, and to the root, in place.
 
-    Modules that are already wrapped (by the user's ``configure_model``) are left as they are. Values are rank 0's
-    everywhere: each module is materialised (if on the meta device), broadcast and sharded before the next, so that
-    at most one of them is whole beyond what the user built.
+    Modules that are already wrapped (by the user's ``configure_model``, or an earlier fit) are left as they are. Values
+    are rank 0's everywhere: each module is materialised (if on the meta device), broadcast and sharded before the next,
+    so that at most one of them is whole beyond what the user built.
 
     Args:
         root: the LightningModule.
         units: its units; those marked as blocks are wrapped on their own.
-        mesh: 1-D mesh over the ranks of the shard group.
+        groups: the layout; each module is sharded over the mesh of this rank's group.
         device: where this rank's shards live.
         reshard_after_forward: free a block's gathered parameters after its forward (less memory, one more all-gather).
     """
+    _check_meshes(root, groups)
     shared = _Broadcast(device)
     blocks = [unit.module for unit in units if unit.is_block]
     holders = [child for child in root.children() if any(block in set(child.modules()) for block in blocks)]
@@ -86,16 +88,32 @@ def shard_module(
         if isinstance(module, FSDPModule) or not any(True for _ in module.parameters()):
             continue
         shared.from_rank_0(module)
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
+        fully_shard(module, mesh=groups.mesh, reshard_after_forward=reshard_after_forward)
     shared.from_rank_0(root)
     if not isinstance(root, FSDPModule):
         # the root's own parameters are used first in forward and last in backward: gathered once
-        fully_shard(root, mesh=mesh, reshard_after_forward=False)
+        fully_shard(root, mesh=groups.mesh, reshard_after_forward=False)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             # gloo has no PREMUL_SUM, so the factor 1 needs plain sums as well (tried on torch 2.14)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _check_meshes(root: nn.Module, groups: ShardGroups) -> None:
+    """Refuse parameters that are sharded already, and over other ranks than the plan's."""
+    planned = groups.mesh.mesh.tolist()
+    others = [
+        f"{name} over ranks {parameter.device_mesh.mesh.tolist()}"
+        for name, parameter in root.named_parameters()
+        if isinstance(parameter, DTensor) and parameter.device_mesh.mesh.tolist() != planned
+    ]
+    if others:
+        raise UnsupportedError(
+            f"{others[0]} and {len(others) - 1} more parameters are sharded already (by configure_model, or by a fit "
+            f"with another plan), and the plan shards over {planned}: leave fully_shard to the strategy, build the "
+            "module anew, or use that plan"
+        )
 
 
 def prefetch_blocks(units: Sequence[Unit], ahead: int = 1) -> None:
@@ -151,7 +169,7 @@ class _Broadcast:
 
 
 def _is_sharded(tensor: Any) -> bool:
-    return isinstance(tensor, torch.distributed.tensor.DTensor)
+    return isinstance(tensor, DTensor)
 
 
 def register_steps(root: nn.Module) -> None:

@@ -1,0 +1,92 @@
+"""The shard groups of a plan as process groups and meshes: who shards with this rank, and who holds the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_hetero.ownership import Ownership
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+def replicas_of(groups: Sequence[Sequence[int]], modes: Sequence[str]) -> Groups:
+    """Return the sets of ranks that together hold one copy of the model, in the order of their meshes.
+
+    Args:
+        groups: of the plan.
+        modes: of each group; under NO_SHARD every rank holds a copy of its own.
+    """
+    found: list[tuple[int, ...]] = []
+    for group, mode in zip(groups, modes, strict=True):
+        found += [(rank,) for rank in group] if mode == "NO_SHARD" else [tuple(group)]
+    return tuple(found)
+
+
+class ShardGroups:
+    """Makes the process groups of a layout (collective: all ranks make all of them, in one order).
+
+    Equal groups are FSDP2's own hybrid sharding: a mesh of two dimensions, over which it reduces by itself. FSDP2 needs
+    a rectangle for that, so groups of unequal size get a mesh each, and their gradients cross by ownership
+    (:class:`~lightning_hetero.strategies.crossing.Crossing`).
+
+    Args:
+        replicas: sets of ranks, each of which holds the model once.
+        rank: this rank.
+        device: of this rank.
+        timeout: for collectives.
+
+    Attributes:
+        mesh: to shard over: one dimension, or two for native hybrid sharding.
+        is_native: whether FSDP2 reduces across groups by itself.
+    """
+
+    def __init__(self, replicas: Groups, rank: int, device: torch.device, timeout: timedelta) -> None:
+        self.replicas = replicas
+        self.rank = rank
+        self._timeout = timeout
+        sizes = {len(replica) for replica in replicas}
+        self.is_native = len(replicas) > 1 and len(sizes) == 1 and sizes != {1}
+        if len(replicas) == 1:
+            self.mesh = init_device_mesh(
+                device.type, (len(replicas[0]), 1), mesh_dim_names=("data_parallel", "tensor_parallel")
+            )["data_parallel"]
+        elif self.is_native:
+            self.mesh = DeviceMesh(device.type, torch.tensor(replicas), mesh_dim_names=("replicate", "shard"))
+        else:
+            made = {replica: self._new(replica) for replica in replicas}
+            self.mesh = DeviceMesh.from_group(made[self.own], device.type, mesh_dim_names=("shard",))
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """The ranks that this one shards with."""
+        return next(replica for replica in self.replicas if self.rank in replica)
+
+    @property
+    def shard_group(self) -> Any:
+        """The process group of the ranks that this one shards with."""
+        return self.mesh.get_group("shard" if self.is_native else 0)
+
+    @property
+    def crosses(self) -> bool:
+        """Whether gradients have to be summed by ownership, beside what FSDP2 does."""
+        return len(self.replicas) > 1 and not self.is_native
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is in the group that speaks for all: rank 0's."""
+        return 0 in self.own
+
+    def for_owners(self, ownership: Ownership) -> dict[tuple[int, ...], Any]:
+        """Make a process group for each set of ranks that own something together (a collective)."""
+        return {owners: self._new(owners) for owners in ownership.owner_sets}
+
+    def _new(self, ranks: tuple[int, ...]) -> Any:
+        if ranks == tuple(range(dist.get_world_size())):
+            return dist.group.WORLD
+        return dist.new_group(list(ranks), timeout=self._timeout)

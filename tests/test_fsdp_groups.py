@@ -1,0 +1,129 @@
+"""Shard groups of any sizes give what one device gives, and replicas stay the same bit for bit."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_hetero.ownership import Ownership, shard_slices
+from lightning_hetero.strategies import HeteroFSDPStrategy
+from tests.fits import Fit, cluster_for, on_a_rank, on_one_device, plan_for, run
+from tests.harness import WarmRanks
+from tests.test_fsdp_parity import assert_alike
+
+LAYOUTS = {
+    "4": ((0, 1, 2, 3),),
+    "2,2": ((0, 1), (2, 3)),
+    "1,3": ((0,), (1, 2, 3)),
+    "3,1, mixed": ((0, 3, 2), (1,)),
+    "1,1,2": ((0,), (1,), (2, 3)),
+    "1,1,1,1": ((0,), (1,), (2,), (3,)),
+    "2,3": ((0, 1), (2, 3, 4)),
+}
+SHARES = {4: (5, 2, 1, 4), 5: (3, 2, 1, 4, 2)}
+
+
+def fit_for(layout: str, **changes: Any) -> Fit:
+    groups = LAYOUTS[layout]
+    ranks = sum(map(len, groups))
+    return Fit(shares=SHARES[ranks], epochs=4, groups=groups).on(**changes)
+
+
+PAIRS = {
+    "2,2": {"reshard": True, "accumulate": 3, "clip": 0.3},
+    "1,3": {"reshard": False, "accumulate": 1, "clip": 0.3, "validate": True},
+    "3,1, mixed": {"reshard": True, "accumulate": 1},
+    "1,1,2": {"reshard": True, "accumulate": 3},
+    "1,1,1,1": {"reshard": False, "accumulate": 3, "clip": 0.1, "clip_by": "value"},
+    "2,3": {"reshard": False, "accumulate": 3, "clip": 0.3},
+}
+
+
+def on_a_rank_with_bits(fit: Fit) -> tuple[Any, list[Tensor]]:
+    """What came of the fit, and the parameters that rank 0's replica and this one's hold, whole."""
+    outcome = on_a_rank(fit)
+    own = list(outcome.parameters.values())
+    first = [value.clone() for value in own]
+    for value in first:
+        dist.broadcast(value, src=0)
+    return outcome, [(mine != theirs).sum() for mine, theirs in zip(own, first, strict=True)]
+
+
+def check(ranks: WarmRanks, fit: Fit) -> None:
+    results = ranks.run(fit.ranks, on_a_rank_with_bits, fit)
+    assert_alike(on_one_device(fit), [outcome for outcome, _ in results])
+    for _, different in results:
+        assert not any(int(count) for count in different)
+
+
+@pytest.mark.parametrize("layout", PAIRS)
+def test_groups_give_what_one_device_gives(ranks: WarmRanks, layout: str) -> None:
+    check(ranks, fit_for(layout, **PAIRS[layout]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "reshard", "accumulate"), list(product(LAYOUTS, [True, False], [1, 3])))
+def test_every_layout(ranks: WarmRanks, layout: str, reshard: bool, accumulate: int) -> None:
+    check(ranks, fit_for(layout, reshard=reshard, accumulate=accumulate, clip=0.3))
+
+
+MICRO = {
+    "one group": fit_for("4", micro_batches=(2,), validate=True),
+    "equal groups": fit_for("2,2", micro_batches=(3, 1), clip=0.3),
+    "groups that do not march together": fit_for("1,3", micro_batches=(1, 3), accumulate=3, clip=0.3),
+    "a group of 5 ranks": fit_for("2,3", micro_batches=(2, 1)),
+    "more micro-batches than samples": fit_for("1,1,2", micro_batches=(4, 1, 6), validate=True),
+    "NO_SHARD": fit_for("1,3", modes=("FULL_SHARD", "NO_SHARD"), micro_batches=(1, 2)),
+    "NO_SHARD alone": fit_for("4", modes=("NO_SHARD",), clip=0.3),
+}
+
+
+@pytest.mark.parametrize("name", MICRO)
+def test_micro_batches_give_what_one_device_gives(ranks: WarmRanks, name: str) -> None:
+    check(ranks, MICRO[name])
+
+
+# -- traffic, at the process group -------------------------------------------------------------------------------------
+
+
+class AllReduces(TorchDispatchMode):
+    """Elements of every all-reduce that this rank takes part in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "allreduce_" in str(func):
+            self.elements.append(sum(tensor.numel() for tensor in args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def traffic_of_a_rank(fit: Fit) -> tuple[list[int], int, int]:
+    """All-reduced elements, what ownership says of a step, and the shards' number of runs with other ranks."""
+    strategy = HeteroFSDPStrategy(cluster=cluster_for(fit.ranks), plan=plan_for(fit), check_loss="off", summary=False)
+    with AllReduces() as seen:
+        run(fit.on(max_steps=2), strategy, rank_batch=1, devices=fit.ranks)
+    module = strategy.lightning_module
+    assert module is not None
+    ownership = Ownership(
+        each for name, p in module.named_parameters() for each in shard_slices(name, p.shape, strategy.groups.replicas)
+    )
+    rank = strategy.global_rank
+    runs = sum(len(ownership.of_rank(rank, name)) for name, _ in module.named_parameters())
+    return seen.elements, ownership.elements_summed(rank), runs
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_what_crosses_is_what_ownership_says(ranks: WarmRanks, accumulate: int) -> None:
+    fit = fit_for("2,3", accumulate=accumulate)
+    for elements, expected, runs in ranks.run(fit.ranks, traffic_of_a_rank, fit):
+        large = [count for count in elements if count > 2]  # logged values are pairs
+        # two steps; one number beside each run says whether there is a gradient
+        assert sum(large) == 2 * (expected + runs)
