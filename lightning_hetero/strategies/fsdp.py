@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +33,7 @@ from lightning_hetero.strategies.groups import ShardGroups, replicas_of
 from lightning_hetero.strategies.instruments import Instruments
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.loss_check import cut
+from lightning_hetero.strategies.loss_weight import BatchWeights, LossWeight, loss_weight_problems, parts_of, scaled
 from lightning_hetero.strategies.micro_batches import MicroBatchSteps
 from lightning_hetero.strategies.opening import Opening
 from lightning_hetero.strategies.sharding import (
@@ -68,6 +69,10 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         wrap: classes whose instances are wrapped one by one; default: blocks found by structure.
         check_loss: what to do when the loss is not a mean over samples, or BatchNorm makes the result depend on the
             split: "warn", "error" or "off".
+        loss_weight: for losses that are means over other items than samples: what the loss of a batch counts for, such as
+            its unpadded tokens. Takes a batch as ``training_step``, ``validation_step`` and ``test_step`` do, returns a
+            number >= 0 or a tensor of one element; where a batch is cut, the parts' must add up to it. Default: the
+            module's method ``loss_weight``, if it has one, else samples.
         reshard_after_forward: free a block's gathered parameters between its forward and its backward: less memory, one
             more all-gather. "auto" keeps them where they take less than a tenth of every device's memory.
         save_distributed_checkpoint: False writes one file in the form that one device would write; True a folder with
@@ -94,6 +99,7 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         costs: str | Path | ModelCosts | None = None,
         wrap: set[type[torch.nn.Module]] | None = None,
         check_loss: CheckLoss = "warn",
+        loss_weight: Callable[[Any], float | Tensor] | None = None,
         reshard_after_forward: bool | Literal["auto"] = "auto",
         save_distributed_checkpoint: bool = False,
         weights_only: bool | None = None,
@@ -105,7 +111,10 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         raise_all(
             HeteroError,
             "hetero_fsdp cannot take these arguments",
-            argument_problems(check_loss, reshard_after_forward, global_batch_size, wrap),
+            [
+                *argument_problems(check_loss, reshard_after_forward, global_batch_size, wrap),
+                *loss_weight_problems(loss_weight),
+            ],
         )
         self.plan: ShardPlan | None = None if plan == "auto" else read_plan(plan)
         self._given_plan = self.plan
@@ -119,6 +128,9 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         self._loaders = Loaders(self, global_batch_size)
         self._checkpoints = Checkpoints(self, save_distributed_checkpoint, weights_only)
         self._sizes: tuple[int, ...] | None = None
+        self._users_loss_weight = loss_weight
+        self.loss_weight: LossWeight | None = None  # from set-up on
+        self._weights: BatchWeights | None = None
         self._full_steps = (False, False)  # whether the step before and the one at hand have a whole global batch
         self._batch: Any = None
         self._micro_batches = MicroBatchSteps(self)
@@ -146,6 +158,7 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         module = self.lightning_module
         check_parameters(module)
         check_steps(module)
+        self.loss_weight = LossWeight.of_user(self._users_loss_weight, module, self.global_rank)
         if trainer.state.fn == TrainerFn.FITTING and not self.plan_is_given:
             # a fit after another one may have another loader, and other devices
             self.plan = None
@@ -291,15 +304,32 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         """Return which micro-batch of the step is at hand, and how many there are."""
         return self._micro_batches.index, self._micro_batches.count
 
-    def begin_batch(self, training: bool) -> None:
-        """Note the sizes of the batch that starts now on all ranks."""
+    def batch_weights(self) -> BatchWeights | None:
+        """Return what each rank's part of the batch at hand counts for; None where that is its samples."""
+        return self._weights
+
+    def step_items(self) -> float:
+        """Return what this rank's batch or micro-batch at hand counts for, where there are :meth:`batch_weights`."""
+        assert self._weights is not None
+        return self._weights.parts[self._micro_batches.index] if self._micro_batches.count > 1 else self._weights.own
+
+    def _weigh(self, batch: Any) -> BatchWeights | None:
+        if self.loss_weight is None or self._sizes is None or batch is None:
+            return None
+        parts = parts_of(batch, self._sizes[self.global_rank])
+        return self.loss_weight.of_ranks(parts, self._trainer.global_step, self.gather_vector)
+
+    def begin_batch(self, training: bool, batch: Any = None) -> None:
+        """Note what the batch that starts now counts for on all ranks."""
         if not training:
             # they stay after the step: hooks at the batch's end log, too
             self._sizes = self._loaders.next_eval_sizes()
+            self._weights = self._weigh(batch)
             return
         self._micro_batches.forget()
         self._sizes = self._loaders.next_train_sizes()
         self._full_steps = (self._full_steps[1], sum(self._sizes) == self.global_batch_size)
+        self._weights = self._weigh(batch)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Note what the step before took."""
@@ -336,11 +366,13 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
 
     def _loss_factor(self) -> float:
         """Return what this rank's loss counts for in the mean over the global batch."""
+        if self._weights is not None:
+            return self._weights.factor(self.step_items())
         return 1.0 if self._sizes is None else self.step_samples() / sum(self._sizes)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Scale the loss by this rank's share of the samples, so that the gradients' sum is the global mean's."""
-        closure_loss = closure_loss * self._loss_factor()
+        closure_loss = scaled(closure_loss, self._loss_factor())
         self._micro_batches.before_backward()
         with self.instruments.step(self._batch):
             loss = self._backward(closure_loss, optimizer, *args, **kwargs)
@@ -363,7 +395,7 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         """Backward of a micro-batch that is not the step's last: gradients add up within the group."""
         accumulated = self._trainer.accumulate_grad_batches  # Lightning divides the last one's loss itself
         with self.instruments.step(batch), self.gradients.backward(is_last=False):
-            self.precision_plugin.backward(loss * (self._loss_factor() / accumulated), self.lightning_module, None)
+            self.precision_plugin.backward(scaled(loss, self._loss_factor() / accumulated), self.lightning_module, None)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

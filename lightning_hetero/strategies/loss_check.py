@@ -46,7 +46,13 @@ def cut(value: Any, samples: int, start: int, stop: int) -> Any:
     return value
 
 
-def check_mean_loss(loss_of: Callable[[Any, int], Tensor | None], batch: Any, *, halves: bool) -> str | None:
+def check_mean_loss(
+    loss_of: Callable[[Any, int], Tensor | None],
+    batch: Any,
+    *,
+    halves: bool,
+    weight_of: Callable[[Any], float] | None = None,
+) -> str | None:
     """Compare the loss of a batch with the weighted losses of its parts.
 
     Args:
@@ -54,9 +60,10 @@ def check_mean_loss(loss_of: Callable[[Any, int], Tensor | None], batch: Any, *,
             on every rank, whatever the batch, since it is collective.
         batch: this rank's samples.
         halves: whether this rank's batch may be cut; otherwise the calls are made for the others' sake.
+        weight_of: what the loss of a batch counts for; its samples by default.
 
     Returns:
-        What is wrong, or None when the loss is a mean over samples (or that could not be found out).
+        What is wrong, or None when the loss is a mean over samples, or items (or that could not be found out).
     """
     samples = batch_size_of(batch)
     parts = split_batch_in_two(batch, samples) if halves else None
@@ -66,17 +73,27 @@ def check_mean_loss(loss_of: Callable[[Any, int], Tensor | None], batch: Any, *,
     if parts is None or any(loss is None for loss in losses):
         return None
     whole, again, loss_1, loss_2 = (loss for loss in losses if loss is not None)
-    weighted = (count * loss_1[0] + (samples - count) * loss_2[0]) / samples
+    weights = (float(count), float(samples - count)) if weight_of is None else (weight_of(first), weight_of(second))
+    if not sum(weights):
+        return None
+    # the mean over no items is not a number, and counts for nothing
+    weighted = sum(w * loss[0] for w, loss in zip(weights, (loss_1, loss_2), strict=True) if w) / sum(weights)
     tolerance = _TOLERANCE.get(whole[1], _COARSE_TOLERANCE)
-    scale = max(abs(whole[0]), abs(loss_1[0]), abs(loss_2[0]), 1e-12)
+    scale = max(abs(whole[0]), *(abs(loss[0]) for w, loss in zip(weights, (loss_1, loss_2), strict=True) if w), 1e-12)
     if abs(whole[0] - again[0]) > tolerance * scale or not math.isfinite(whole[0]):
         return None
     if abs(whole[0] - weighted) <= tolerance * scale:
         return None
+    by, mean, remedy = "samples", "samples", (
+        "; a mean over other items, such as unpadded tokens, is exact with loss_weight=, a function of the batch that "
+        "returns how many it has"
+    )
+    if weight_of is not None:
+        by, mean, remedy = f"loss_weight ({weights[0]:g} and {weights[1]:g})", "what loss_weight counts", ""
     return (
         f"the loss of {samples} samples is {whole[0]:.6g}, but its parts of {count} and {samples - count} samples, "
-        f"weighted by samples, give {weighted:.6g}: training_step's loss is not a mean over samples (a sum, a "
-        "contrastive or a class-weighted loss?), so uneven shares will not give what one device gives"
+        f"weighted by {by}, give {weighted:.6g}: training_step's loss is not a mean over {mean} (a sum, a "
+        f"contrastive or a class-weighted loss?), so uneven shares will not give what one device gives{remedy}"
     )
 
 

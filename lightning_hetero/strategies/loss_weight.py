@@ -15,8 +15,10 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
+from lightning_hetero.collate import MicroBatches
 from lightning_hetero.data import batch_size_of
 from lightning_hetero.errors import HeteroError, raise_all
+from lightning_hetero.plan import even_parts
 
 Gather = Callable[[Sequence[float]], list[list[float]]]
 """this rank's numbers -> every rank's, in rank order, in 64 bits (a collective)"""
@@ -29,6 +31,19 @@ def loss_weight_problems(loss_weight: Any) -> list[str]:
     return [f"loss_weight={loss_weight!r}: give a function of a batch that returns a number, or None"]
 
 
+def parts_of(batch: Any, samples: int) -> list[tuple[Any, bool]]:
+    """Return a rank's micro-batches, or its one batch, each with whether it has samples of its own.
+
+    Args:
+        batch: as a step takes it.
+        samples: this rank's; where there are fewer than micro-batches, the last ones repeat another one's sample.
+    """
+    if not isinstance(batch, MicroBatches):
+        return [(batch, samples > 0)]
+    sizes = even_parts(samples, len(batch))
+    return [(part, size > 0) for part, size in zip(batch, sizes, strict=True)]
+
+
 @dataclass(frozen=True)
 class BatchWeights:
     """What every rank's part of one batch counts for.
@@ -36,12 +51,19 @@ class BatchWeights:
     Attributes:
         items: per rank, what ``loss_weight`` gave; 0 for a rank that only repeats another one's sample.
         sizes: per rank, the samples of its batch as Lightning counts them, with the same zeros.
+        rank: this rank.
         parts: this rank's items, one number per micro-batch.
     """
 
     items: tuple[float, ...]
     sizes: tuple[int, ...]
+    rank: int
     parts: tuple[float, ...]
+
+    @property
+    def own(self) -> float:
+        """Items of this rank."""
+        return self.items[self.rank]
 
     @property
     def total(self) -> float:
@@ -103,7 +125,7 @@ class LossWeight:
         ranks = gather([bad[0] if bad else math.fsum(own), float(size)])
         items = [numbers[0] for numbers in ranks]
         raise_all(HeteroError, "loss_weight cannot be used", _problems(items, step))
-        return BatchWeights(tuple(items), tuple(int(numbers[1]) for numbers in ranks), own)
+        return BatchWeights(tuple(items), tuple(int(numbers[1]) for numbers in ranks), self._rank, own)
 
     def _number(self, batch: Any, step: int) -> float:
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -81,13 +82,20 @@ class Opening:
         )
 
     def _check(self, first: FirstBatch, batch: Any) -> None:
-        findings = [check_mean_loss(first.loss_of, batch, halves=True), batch_norm_problem(first.batch_norms(batch))]
+        findings = [
+            check_mean_loss(first.loss_of, batch, halves=True, weight_of=self._weight_of()),
+            batch_norm_problem(first.batch_norms(batch)),
+        ]
         for finding in (combine_findings(rank) for rank in zip(*self._strategy.gather_objects(findings), strict=True)):
             if finding is None:
                 continue
             if self._check_loss == "error":
                 raise UnsupportedError(f"{finding}. check_loss='warn' or 'off' trains all the same")
             rank_zero_warn(f"hetero_fsdp: {finding}. check_loss='off' silences this")
+
+    def _weight_of(self) -> Callable[[Any], float] | None:
+        weight, step = self._strategy.loss_weight, self._module.trainer.global_step
+        return None if weight is None else lambda part: weight.of(part, step)
 
     def _measured_plan(self, first: FirstBatch, global_batch_size: int) -> ShardPlan:
         strategy = self._strategy
@@ -96,6 +104,7 @@ class Opening:
         if own.base_bytes is not None:
             own = replace(own, base_bytes=own.base_bytes + planning.state_to_come_bytes(strategy.optimizers))
         costs = planning.pool_measurements(strategy.gather_objects(own), strategy.cluster.device_types())
+        strategy.measured_costs = costs
         plan: ShardPlan = strategy.broadcast(strategy.plan_from(global_batch_size, costs))
         return plan
 
