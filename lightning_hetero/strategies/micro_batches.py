@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_hetero.collate import MicroBatches
 from lightning_hetero.plan import even_parts
 from lightning_hetero.strategies import lightning_adapter
+from lightning_hetero.strategies.loss_weight import scaled
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.fsdp import HeteroFSDPStrategy
@@ -74,7 +75,8 @@ class MicroBatchSteps:
         finally:
             lightning_adapter.put_micro_batch(trainer, batches)
         self._earlier = earlier
-        return with_mean_loss(output, losses, self._sizes)
+        weights = strategy.batch_weights()
+        return with_mean_loss(output, losses, self._sizes if weights is None else weights.parts)
 
     def before_backward(self) -> None:
         """Put the gradients of earlier micro-batches where those of the last one will be added."""
@@ -130,17 +132,19 @@ def loss_in(output: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) else None
 
 
-def with_mean_loss(output: Any, losses: Sequence[Tensor | None], sizes: Sequence[int]) -> Any:
+def with_mean_loss(output: Any, losses: Sequence[Tensor | None], sizes: Sequence[float]) -> Any:
     """Return a step's output whose loss has the value of the mean over all micro-batches and the last one's graph.
 
     Args:
         output: of the last micro-batch.
         losses: of all of them.
-        sizes: samples that each counts for.
+        sizes: samples, or other items, that each counts for.
     """
     last = losses[-1]
     if last is None:
         return output
+    if not sizes[-1]:
+        last = scaled(last, 0.0)  # the mean over no items is not a number
     total = sum(sizes) or 1
     pairs = [(loss, size) for loss, size in zip(losses, sizes, strict=True) if loss is not None and size]
     mean = sum((loss.detach() * (size / total) for loss, size in pairs), start=torch.zeros_like(last))
