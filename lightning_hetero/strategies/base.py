@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
+from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.plugins import CheckpointIO, Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only
@@ -28,12 +27,15 @@ CLUSTER_VARIABLE = "LIGHTNING_HETERO_CLUSTER"
 """environment variable that names a cluster file, for ``Trainer(strategy="hetero_fsdp")``"""
 
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
+_FP16 = "16-mixed"
 _PRECISION_NAMES = {
     None: "32-true",
     32: "32-true",
     64: "64-true",
     "32": "32-true",
     "64": "64-true",
+    16: "16-mixed",
+    "16": "16-mixed",
     "bf16": "bf16-mixed",
 }
 
@@ -105,9 +107,14 @@ class HeteroStrategy(ParallelStrategy):
             )
 
     def _check_trainer(self, arguments: dict[str, Any]) -> None:
-        unsupported, unfit = self._precision_problems(arguments), self._cluster_problems(arguments)
+        unfit = self._cluster_problems(arguments)
+        unsupported = [*self._precision_problems(arguments), *self._option_problems(arguments)]
         kind = ClusterError if unfit else UnsupportedError
         raise_all(kind, f"the Trainer does not fit {type(self).__name__}", [*unsupported, *unfit])
+
+    def _option_problems(self, arguments: dict[str, Any]) -> list[str]:
+        """Return what the strategy's own options ask of these ranks in vain."""
+        return []
 
     def _cluster_problems(self, arguments: dict[str, Any]) -> list[str]:
         if self.cluster is None:
@@ -131,15 +138,22 @@ class HeteroStrategy(ParallelStrategy):
             )
         return problems
 
+    def _precision_name(self, arguments: dict[str, Any]) -> str:
+        """Return the precision that was asked for in its long form; a plugin may be given without the argument."""
+        asked = arguments.get("precision") or getattr(self.precision_plugin, "precision", None)
+        return str(_PRECISION_NAMES.get(asked, asked))
+
     def _precision_problems(self, arguments: dict[str, Any]) -> list[str]:
         # the argument first: on CPU Lightning makes a bf16 plugin of 16-mixed; a plugin may be given without one
         asked = [arguments.get("precision"), getattr(self.precision_plugin, "precision", None)]
-        bad = [precision for precision in asked if _PRECISION_NAMES.get(precision, precision) not in _PRECISIONS]
+        names = (*_PRECISIONS, _FP16) if isinstance(self.accelerator, CUDAAccelerator) else _PRECISIONS
+        bad = [precision for precision in asked if _PRECISION_NAMES.get(precision, precision) not in names]
         if not bad:
             return []
         return [
-            f"precision={bad[0]!r} is not supported: fp16 needs a loss scaler that skips steps on all ranks together, "
-            "and Lightning turns 16-mixed on CPU into bf16-mixed without asking. Use one of " + ", ".join(_PRECISIONS)
+            f"precision={bad[0]!r} is not supported: fp16 needs a loss scaler, which there is for 16-mixed on CUDA "
+            "devices alone, and Lightning turns 16-mixed on CPU into bf16-mixed without asking. Use one of "
+            + ", ".join(names)
         ]
 
     def set_world_ranks(self) -> None:
@@ -161,7 +175,9 @@ class HeteroStrategy(ParallelStrategy):
         lightning_adapter.init_process_group(
             self.cluster_environment, backend, timeout=self._timeout, device_id=device_id
         )
-        self._watch = FailureWatch(torch_adapter.default_store(), self.global_rank)
+        self._watch = FailureWatch(
+            torch_adapter.default_store(), self.global_rank, self.world_size, where=lambda: f"in {self._where()}"
+        )
         self._watch.start()
         assert self.lightning_module is not None
         lightning_adapter.keep_users_samplers(self.lightning_module.trainer)
@@ -202,9 +218,8 @@ class HeteroStrategy(ParallelStrategy):
             return
         first = self._watch.first_failure()
         if first is None and not isinstance(exception, HeteroError) and _is_lost_connection(exception):
-            # the rank that closed the connection may still be writing why
-            time.sleep(1.0)
-            first = self._watch.first_failure()
+            # the rank that closed the connection may still be writing why, or was killed
+            first = self._watch.wait_for_cause()
         own = first is None or first.startswith(f"rank {self.global_rank} ")
         if own:
             self._watch.publish(exception, f"in {self._where()}")

@@ -5,7 +5,9 @@ Each piece says which private name it touches and why nothing public will do.
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from types import FrameType
@@ -13,7 +15,12 @@ from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp_if_available
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.fabric.utilities.distributed import (
+    _init_dist_connection,
+    _set_num_threads_if_needed,
+    _sync_ddp_if_available,
+)
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -43,9 +50,40 @@ __all__ = [
     "without_index_tracking",
 ]
 
-SubprocessLauncher = _SubprocessScriptLauncher
 init_process_group = _init_dist_connection
 reduce_over_ranks = _sync_ddp_if_available
+
+
+class _PatientObserver(_ChildProcessObserver):
+    """Lets ranks end by themselves, with the message of the one that failed, before it kills what is left."""
+
+    grace_s = 20.0
+    _deadline_s: float | None = None
+
+    def _run(self) -> bool:
+        if any([process.poll() for process in self._child_processes]):  # all of them: each poll reaps
+            if self._deadline_s is None:
+                self._deadline_s = time.monotonic() + self.grace_s
+            if time.monotonic() < self._deadline_s:
+                return False
+        return super()._run()
+
+
+class SubprocessLauncher(_SubprocessScriptLauncher):
+    """Lightning's launcher of local ranks, with a patient observer.
+
+    Lightning's own, which ``launch`` starts by itself, kills every rank with SIGKILL within 5 s of one that has ended,
+    before any of them could say which it was.
+    """
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Start the other ranks of this node, then call ``function``."""
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+            _PatientObserver(main_pid=os.getpid(), child_processes=self.procs, sleep_period=1).start()
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        return function(*args, **kwargs)
 
 
 class WeightedReduction(Protocol):

@@ -5,15 +5,18 @@ Each piece says which private name it touches and why nothing public will do.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 
-from lightning_hetero.strategies.failure import Store
+from lightning_hetero.strategies.peers import Store
 
 
 def set_unshard_async(root: nn.Module, enabled: bool) -> None:
@@ -24,6 +27,24 @@ def set_unshard_async(root: nn.Module, enabled: bool) -> None:
     """
     if isinstance(root, FSDPModule):
         root._set_unshard_async_op(enabled)
+
+
+class CheckedGradScaler(torch.amp.GradScaler):
+    """A loss scaler that hands on what it found in the gradients, before anything is decided by it.
+
+    ``GradScaler._unscale_grads_`` is where every path comes by, of optimizers that unscale by themselves too, and has
+    no public form; torch's own ShardedGradScaler overrides it likewise (torch 2.11 to 2.14).
+    """
+
+    def found_inf(self, found: Collection[Tensor], device: torch.device) -> None:
+        """See, and possibly change in place, whether infinities were found: above 0, a number per device."""
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        found: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        self.found_inf(found.values(), inv_scale.device)
+        return found
 
 
 def batch_norms(module: nn.Module) -> dict[nn.Module, str]:
