@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from itertools import chain
 from typing import Any, cast
@@ -28,6 +29,9 @@ from lightning_hetero.errors import DataError
 
 Split = Callable[[int], tuple[int, ...]]
 """samples of a global batch -> whole samples per rank, summing to it"""
+
+SplitAt = Callable[[int, int], Split]
+"""epoch and batch in it -> how that batch is split"""
 
 Agree = Callable[[int], tuple[int, ...]]
 """this rank's number -> every rank's number, in rank order (a collective)"""
@@ -92,20 +96,33 @@ class UnevenBatchSampler(Sampler[list[int]]):
         order: the order of the samples.
         rank: this rank.
         global_batch_size: samples of a full global batch.
-        split: how many of ``n`` samples each rank takes; read at every batch, so that shares may move.
+        split: how many of ``n`` samples each rank takes.
         drop_last: drop a last global batch that is not full.
+        split_at: the same by epoch and batch, where shares move; instead of ``split``.
+
+    Attributes:
+        first_batch: where the next iteration of the epoch begins.
+        drawn: batches of the epoch up to the last one whose indices were asked for; loaders read ahead.
     """
 
     def __init__(
-        self, order: SampleOrder, rank: int, global_batch_size: int, split: Split, drop_last: bool = False
+        self,
+        order: SampleOrder,
+        rank: int,
+        global_batch_size: int,
+        split: Split,
+        drop_last: bool = False,
+        split_at: SplitAt | None = None,
     ) -> None:
         self.order = order
         self.rank = rank
         self.global_batch_size = global_batch_size
         self.split = split
         self.drop_last = drop_last
+        self.split_at = split_at
         self.epoch = 0
         self.first_batch = 0
+        self.drawn = 0
 
     def __len__(self) -> int:
         full, rest = divmod(len(self.order), self.global_batch_size)
@@ -117,7 +134,8 @@ class UnevenBatchSampler(Sampler[list[int]]):
 
     def sizes(self, batch: int) -> tuple[int, ...]:
         """Return every rank's samples of the ``batch``-th global batch."""
-        return self.split(self.samples_in(batch))
+        split = self.split if self.split_at is None else self.split_at(self.epoch, batch)
+        return split(self.samples_in(batch))
 
     def has_samples(self, batch: int) -> bool:
         """Whether this rank takes part in the ``batch``-th global batch with samples of its own."""
@@ -126,6 +144,7 @@ class UnevenBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         indices = self.order.indices(self.epoch)
         for batch in range(self.first_batch, len(self)):
+            self.drawn = batch + 1
             start = batch * self.global_batch_size
             sizes = self.sizes(batch)
             own = start + sum(sizes[: self.rank])
@@ -167,6 +186,7 @@ class UnevenLoader:
         announce: called with every rank's samples each time a batch is handed out.
         agree: a collective, by which ranks compare the order that a user's own sampler gave.
         micro_batches: into how many micro-batches each batch is collated; asked at the start of an iteration.
+        split_at: how a batch is split, by epoch and batch, where shares move; instead of ``split``.
     """
 
     def __init__(
@@ -180,16 +200,28 @@ class UnevenLoader:
         announce: Callable[[tuple[int, ...]], None],
         agree: Agree,
         micro_batches: Callable[[], int] = _one,
+        split_at: SplitAt | None = None,
     ) -> None:
         batches = cast(BatchSampler, loader.batch_sampler)
         order = SampleOrder(len(cast(Sized, loader.dataset)), batches.sampler, seed)
-        self.uneven = UnevenBatchSampler(order, rank, global_batch_size, split, batches.drop_last)
+        self.uneven = UnevenBatchSampler(order, rank, global_batch_size, split, batches.drop_last, split_at)
         self.loader = with_batch_sampler(loader, self.uneven)
         self._announce = announce
         self._agree = agree
         self._micro_batches = micro_batches
         self._consumed = 0
+        self._waited_s = 0.0
         self.on_start = _nothing
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Epoch and number of the batch that was handed out last."""
+        return self.uneven.epoch, self._consumed - 1
+
+    def take_waited_s(self) -> float:
+        """Return the seconds that were spent in waiting for batches since the last call."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
 
     @property
     def batch_sampler(self) -> Any:
@@ -236,12 +268,19 @@ class UnevenLoader:
         if self.uneven.order.kind == "sampler":
             self._check_order()
         self._consumed = first
-        for batch, data in enumerate(_collated_in(self.loader, self._micro_batches()), start=first):
+        for batch, data in enumerate(self._timed(_collated_in(self.loader, self._micro_batches())), start=first):
             # counted when handed out: what workers have read ahead is not consumed
             self._consumed = batch + 1
             self._announce(self.uneven.sizes(batch))
             yield data
         self.uneven.first_batch = 0
+
+    def _timed(self, batches: Iterable[Any]) -> Iterator[Any]:
+        began_s = time.perf_counter()
+        for data in batches:
+            self._waited_s += time.perf_counter() - began_s
+            yield data
+            began_s = time.perf_counter()
 
     def _check_order(self) -> None:
         indices = self.uneven.order.indices(self.uneven.epoch)
