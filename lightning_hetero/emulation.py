@@ -18,7 +18,7 @@ runs. A longer unit whose real compute overran its target is counted as late and
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,6 +71,8 @@ class Emulation:
         account_memory: whether going over ``device.memory_bytes`` is an error.
         listeners: told of units' begins and ends as well, around the emulation: the time between includes the
             sleep.
+        recomputed: names of the units whose forward runs again in their backward. FLOPs of it are seen as they run;
+            by costs, such a backward takes its own seconds and those of the forward.
 
     Raises:
         ClusterError: the device has no speed and there are no costs.
@@ -85,10 +87,12 @@ class Emulation:
         costs: ModelCosts | None = None,
         account_memory: bool = True,
         listeners: Sequence[UnitListener] = (),
+        recomputed: Collection[str] = (),
     ) -> None:
         self.device = device
         self.rank = rank
         self.units = tuple(units)
+        self._recomputed = frozenset(recomputed)
         self.storages = LiveStorages(self._check_memory) if account_memory else None
         self._timings = None if costs is None else _timings(self.units, costs, device.type)
         if costs is None and device.actual_speed_flops_per_s is None:
@@ -105,6 +109,8 @@ class Emulation:
         self._owed_s = 0.0
         self._overruns: list[tuple[PhaseTally, float]] = []
         self._samples: int | None = None
+        self._active = False
+        self.steps_done = 0  # of the optimizer: what the device's schedule counts by
         self._active = False
 
     def start(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
@@ -163,7 +169,11 @@ class Emulation:
 
     def speed_flops_per_s(self) -> float:
         """The device's speed now, asked at every unit."""
-        return self.device.actual_speed_flops_per_s or 0.0
+        return (self.device.actual_speed_flops_per_s or 0.0) * self.device.speed_factor(self.steps_done)
+
+    def peak_bytes(self) -> int | None:
+        """The most that was live since :meth:`take_peak_bytes`; ``None`` where memory is not accounted."""
+        return None if self.storages is None else self.storages.peak_bytes
 
     def take_peak_bytes(self) -> int | None:
         """The most that was live since the last call; ``None`` where memory is not accounted."""
@@ -194,16 +204,21 @@ class Emulation:
         if self._timings is None:
             target_s = self._flops / self.speed_flops_per_s()
         else:
-            target_s = self._target_from_costs(self._timings[unit_index], phase)
+            target_s = self._target_from_costs(unit_index, phase) / self.device.speed_factor(self.steps_done)
         self._pace(self.units[unit_index].name, phase, self._began_s, target_s)
 
-    def _target_from_costs(self, timing: UnitTiming, phase: Phase) -> float:
+    def _target_from_costs(self, unit_index: int, phase: Phase) -> float:
         if self._samples is None:
             raise HeteroError(
                 "emulation by a costs file needs the number of samples, and the batch holds no tensor: "
                 "call step(batch, samples=...)"
             )
-        return timing.forward_s(self._samples) if phase == "forward" else timing.backward_s(self._samples)
+        assert self._timings is not None
+        timing = self._timings[unit_index]
+        if phase == "forward":
+            return timing.forward_s(self._samples)
+        again_s = timing.forward_s(self._samples) if self.units[unit_index].name in self._recomputed else 0.0
+        return timing.backward_s(self._samples) + again_s
 
     def _observe(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, began_s: float) -> None:
         flops = op_flops(op, args, kwargs, out)

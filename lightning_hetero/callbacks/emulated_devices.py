@@ -118,6 +118,7 @@ class EmulatedDevices(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Emulate from here on: forward, backward and optimizer step."""
+        self.emulation.steps_done = trainer.global_step
         self._enter(batch)
 
     def on_train_batch_end(

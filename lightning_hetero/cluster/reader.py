@@ -12,8 +12,9 @@ import yaml
 from lightning_hetero.cluster.device import Device
 from lightning_hetero.cluster.link import Link
 from lightning_hetero.cluster.peaks import near_names, preset_for
-from lightning_hetero.errors import ClusterError
-from lightning_hetero.records import Record, boolean, integer, optional, read_text, shown, text
+from lightning_hetero.cluster.speed_change import SpeedChange, schedule_problems
+from lightning_hetero.errors import ClusterError, HeteroError
+from lightning_hetero.records import Record, boolean, integer, number, optional, read_text, shown, text
 from lightning_hetero.units import parse_bytes, parse_bytes_per_s, parse_flops_per_s, parse_seconds
 
 SCHEMA = 1
@@ -79,7 +80,8 @@ def _read_nodes(record: Record, value: object, emulate: bool) -> list[Device]:
 def _read_devices(record: Record, value: object, place: str, node: str, emulate: bool) -> list[Device]:
     """The devices of one entry: ``count`` equal ones. Empty if a problem was noted."""
     noted = len(record.problems)
-    entry = record.mapping(value, place, ["type"], ["count", "memory", "speed", "true_speed", "name", "uuid"])
+    known = ["count", "memory", "speed", "true_speed", "speed_schedule", "name", "uuid"]
+    entry = record.mapping(value, place, ["type"], known)
     if entry is None:
         return []
     kind = record.take(entry, "type", place, text, "")
@@ -87,6 +89,7 @@ def _read_devices(record: Record, value: object, place: str, node: str, emulate:
     memory = record.take(entry, "memory", place, parse_bytes, None)
     speed = record.take(entry, "speed", place, parse_flops_per_s, None)
     true_speed = record.take(entry, "true_speed", place, parse_flops_per_s, None)
+    schedule = _read_schedule(record, entry, place)
     name = record.take(entry, "name", place, optional(text), None)
     uuid = record.take(entry, "uuid", place, optional(text), None)
     preset = preset_for(kind)
@@ -98,11 +101,35 @@ def _read_devices(record: Record, value: object, place: str, node: str, emulate:
             record.note(place, f"key 'memory' is missing: write one, such as memory: 2 GiB,{hint}")
     if emulate and "speed" not in entry:
         record.note(place, "key 'speed' is missing: with emulate: true write one, such as speed: 6 GFLOP/s")
+    if schedule and not emulate:
+        record.note(f"{place}.speed_schedule", "only emulated devices follow one: leave it out, or set emulate: true")
     if uuid is not None and count > 1:
         record.note(f"{place}.uuid", f"{uuid!r} is given for count {count}: write one entry per device")
     if len(record.problems) > noted or memory is None:
         return []
-    return [Device(kind, node or "?", memory, speed, true_speed, name, uuid)] * count
+    return [Device(kind, node or "?", memory, speed, true_speed, name, uuid, schedule)] * count
+
+
+def _read_schedule(record: Record, entry: dict[str, Any], place: str) -> tuple[SpeedChange, ...]:
+    if entry.get("speed_schedule") is None:
+        return ()
+    noted, found = len(record.problems), []
+    for item_place, item in record.items(entry["speed_schedule"], f"{place}.speed_schedule", "change"):
+        change = record.mapping(item, item_place, ["step", "factor"]) or {}
+        step = record.take(change, "step", item_place, integer(0), 0)
+        factor = record.take(change, "factor", item_place, _positive, 1.0)
+        found.append(SpeedChange(step, factor))
+    if len(record.problems) == noted:
+        for problem in schedule_problems(found):
+            record.note(place, problem)
+    return tuple(found)
+
+
+def _positive(value: object) -> float:
+    factor = number(0)(value)
+    if factor == 0:
+        raise HeteroError("0 is not valid: write a number above 0, such as 0.5")
+    return factor
 
 
 def _read_links(record: Record, value: object) -> tuple[Link | None, Link | None]:

@@ -48,6 +48,9 @@ def _entry(device: Device, count: int) -> dict[str, Any]:
     entry: dict[str, Any] = {"type": device.type, "count": count, "memory": exact_bytes(device.memory_bytes)}
     speeds = {"speed": device.speed_flops_per_s, "true_speed": device.true_speed_flops_per_s}
     entry |= {key: exact_flops_per_s(speed) for key, speed in speeds.items() if speed is not None}
+    if device.speed_schedule:
+        changes = [{"step": change.step, "factor": change.factor} for change in device.speed_schedule]
+        entry["speed_schedule"] = changes
     texts = {"name": device.name, "uuid": device.uuid}
     return entry | {key: text for key, text in texts.items() if text is not None}
 

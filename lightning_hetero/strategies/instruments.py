@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ class Instruments:
         rank: this rank.
         emulated: the device to behave like; None runs as fast as the real one does.
         costs: seconds of an emulated device's units, in place of FLOPs / speed.
+        recomputed: names of the units whose forward runs again in their backward.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Instruments:
         *,
         emulated: Device | None = None,
         costs: ModelCosts | None = None,
+        recomputed: Collection[str] = (),
     ) -> None:
         self.module = module
         self.timer = UnitTimer(root_device)
@@ -49,7 +51,7 @@ class Instruments:
         self._inside = False
         if emulated is not None:
             # the timer stands around the emulation, so that what it reads includes the sleep
-            self._emulation = Emulation(emulated, rank, units, costs, listeners=[self.timer])
+            self._emulation = Emulation(emulated, rank, units, costs, listeners=[self.timer], recomputed=recomputed)
             self._emulation.start(module)
         else:
             self._marks = UnitMarks(units, [self.timer])
@@ -59,6 +61,11 @@ class Instruments:
         """Count the memory that was made outside of steps."""
         if self._emulation is not None:
             self._emulation.count(self.module, optimizers)
+
+    def at_step(self, steps_done: int) -> None:
+        """Say how many optimizer steps are done; emulated devices may change by them."""
+        if self._emulation is not None:
+            self._emulation.steps_done = steps_done
 
     @contextmanager
     def step(self, batch: Any = None) -> Iterator[None]:
@@ -80,6 +87,12 @@ class Instruments:
             torch.cuda.reset_peak_memory_stats(self._root_device)
             return peak
         return None if self._emulation is None else self._emulation.take_peak_bytes()
+
+    def peak_bytes(self) -> int | None:
+        """Return the peak memory since :meth:`take_peak_bytes`, and go on counting; None where nothing counts it."""
+        if self._root_device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._root_device)
+        return None if self._emulation is None else self._emulation.peak_bytes()
 
     def report(self) -> EmulationReport | None:
         """Return what was emulated, or None on real devices."""
