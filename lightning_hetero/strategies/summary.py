@@ -69,18 +69,28 @@ class StepRecorder:
         self.busy_s: list[float] = []
         self._started: float | None = None
 
-    def begin_step(self, busy_of_last_s: float, comparable: bool) -> None:
+    def begin_step(self, busy_of_last_s: float, comparable: bool) -> bool:
         """Note that a step begins.
 
         Args:
             busy_of_last_s: busy seconds since the last call.
             comparable: whether the time since the last call is one full step and nothing else.
+
+        Returns:
+            Whether it was taken into account.
         """
         now = time.perf_counter()
-        if comparable and self._started is not None:
+        counted = comparable and self._started is not None
+        if counted and self._started is not None:
             self.step_s.append(now - self._started)
             self.busy_s.append(busy_of_last_s)
         self._started = now
+        return counted
+
+    def forget(self) -> None:
+        """What was measured so far is not what comes: batch shares have moved."""
+        self.step_s.clear()
+        self.busy_s.clear()
 
     def pause(self) -> None:
         """The time since the last step will not be one step (validation, an epoch's end)."""

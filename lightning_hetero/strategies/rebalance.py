@@ -1,0 +1,268 @@
+"""Move batch shares in mid-run when what ranks take drifts from the plan: a device throttles, a neighbour appears."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_hetero.data import Split, UnevenLoader
+from lightning_hetero.errors import HeteroError, raise_all
+from lightning_hetero.plan import ShardPlan
+from lightning_hetero.planner.moved_shares import Move, drifts, faster_shares, most_samples, moved_plan
+from lightning_hetero.simulator.memory import RankMemory
+from lightning_hetero.strategies.share_moves import Position, ShareMoves
+from lightning_hetero.units import format_seconds
+
+if TYPE_CHECKING:
+    from lightning_hetero.strategies.fsdp import HeteroFSDPStrategy
+
+
+@dataclass(frozen=True)
+class Rebalance:
+    """When batch shares move.
+
+    Args:
+        threshold: how far a rank's share of all ranks' busy seconds has to be from what was expected, as a part of it.
+        window: training batches that a measurement is the median of; after each, ranks compare (one small collective).
+        patience: windows in a row over the threshold before anything moves.
+        least_gain: how much shorter the slowest rank's seconds have to become, from 0 to below 1.
+
+    Raises:
+        HeteroError: listing every value that cannot be used.
+    """
+
+    threshold: float = 0.1
+    window: int = 5
+    patience: int = 2
+    least_gain: float = 0.03
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not (_is_number(self.threshold) and self.threshold > 0):
+            problems.append(f"threshold={self.threshold!r}: give a number above 0, such as 0.1")
+        if not (_is_number(self.least_gain) and 0 <= self.least_gain < 1):
+            problems.append(f"least_gain={self.least_gain!r}: give a number from 0 to below 1, such as 0.03")
+        for name in ("window", "patience"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                problems.append(f"{name}={value!r}: give a whole number, 1 or more")
+        raise_all(HeteroError, "Rebalance cannot take these values", problems)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def rebalance_problems(rebalance: Any) -> list[str]:
+    """Say what is wrong with the argument."""
+    if rebalance is None or isinstance(rebalance, bool | Rebalance):
+        return []
+    names = ", ".join(field.name for field in fields(Rebalance))
+    return [f"rebalance={rebalance!r}: give True, False, a Rebalance({names}), or None (on with plan='auto')"]
+
+
+def rebalance_rule(rebalance: bool | Rebalance | None, *, plan_is_given: bool) -> Rebalance | None:
+    """Return when shares move; None for never."""
+    if isinstance(rebalance, Rebalance):
+        return rebalance
+    return Rebalance() if (not plan_is_given if rebalance is None else rebalance) else None
+
+
+class Rebalancer:
+    """Watches the ranks of a strategy and moves its plan's shares.
+
+    Every rank sees the same numbers and comes to the same result. What it takes is the busy seconds of its units and
+    the seconds in which it waited for input: a rank whose input is slow is a slow rank.
+
+    Args:
+        strategy: whose ``plan`` is replaced when a move takes effect.
+        rule: when to move; None never moves.
+    """
+
+    def __init__(self, strategy: HeteroFSDPStrategy, rule: Rebalance | None) -> None:
+        self._strategy = strategy
+        self._rule = rule
+        self._saved: dict[str, Any] | None = None
+        self.moves: ShareMoves | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._window: list[float] = []
+        self._over = 0
+        self._expected_s: tuple[float, ...] | None = None
+        self._most_run: list[int] = []
+
+    # -- start of a fit, and checkpoints -------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Another fit begins."""
+        self._saved = self.moves = None
+        self._forget()
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Note what a checkpoint says of moves; :meth:`begin_fit` decides whether it is of use."""
+        self._saved = saved
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint is to hold."""
+        plan = self._strategy.plan
+        return {
+            "moves": [] if self.moves is None else self.moves.to_state(),
+            "device_types": [] if plan is None else list(plan.device_types),
+        }
+
+    def begin_fit(self) -> None:
+        """Take the plan that the fit begins with, or the moved shares that the run resumed from had."""
+        plan, loader = self._strategy.plan, self._strategy.train_loader
+        if plan is None:
+            return
+        self._forget()
+        if all(prediction.busy_s > 0 for prediction in plan.predictions):
+            self._expected_s = tuple(prediction.busy_s for prediction in plan.predictions) or None
+        self._most_run = [0] * plan.world_size
+        self.moves = self._restored(plan) or ShareMoves(plan)
+        if isinstance(loader, UnevenLoader):
+            self._strategy.plan = self.moves.at((loader.uneven.epoch, loader.uneven.first_batch))
+        elif self._rule is not None and self._strategy.rebalance_is_asked:
+            rank_zero_info(
+                "hetero_fsdp: rebalance does nothing here, since each rank's batches are kept as the user makes them"
+            )
+
+    def _restored(self, plan: ShardPlan) -> ShareMoves | None:
+        saved, self._saved = self._saved, None
+        if self._rule is None or saved is None or not saved.get("moves"):
+            return None
+        shares = [tuple(int(share) for share in entry["batch_shares"]) for entry in saved["moves"]]
+        alike = tuple(saved.get("device_types", ())) == plan.device_types
+        if not alike or any(sum(each) != plan.global_batch_size for each in shares):
+            return None
+        limits = self._limits(plan, [None] * plan.world_size)
+        if any(limit is not None and own > limit for own, limit in zip(shares[-1], limits, strict=True)):
+            return None
+        rank_zero_info(f"hetero_fsdp: goes on with the batch shares that had moved: {_listed(shares[-1])}")
+        return ShareMoves.from_state(saved["moves"], plan)
+
+    def split_at(self, epoch: int, batch: int) -> Split:
+        """Return how a training batch is split."""
+        if self.moves is None:
+            return self._strategy.split
+        return partial(self._strategy.split, plan=self.moves.at((epoch, batch)))
+
+    # -- while training ------------------------------------------------------------------------------------------------
+
+    def begin_batch(self, busy_s: float, *, counted: bool) -> bool:
+        """Note what the training batch before took, and move shares when it is time (a collective now and then).
+
+        Args:
+            busy_s: busy seconds of this rank's units in it.
+            counted: whether that was one full step and nothing else; the same on all ranks.
+
+        Returns:
+            Whether a move takes effect with the batch at hand.
+        """
+        loader, plan = self._strategy.train_loader, self._strategy.plan
+        if not isinstance(loader, UnevenLoader) or self.moves is None or plan is None:
+            return False
+        waited_s = loader.take_waited_s()
+        position = loader.position
+        holding = self.moves.at(position)
+        if holding is not plan:
+            self._strategy.plan = holding
+            self._window.clear()
+            return True
+        self._most_run = [max(pair) for pair in zip(self._most_run, plan.batch_shares, strict=True)]
+        if self._rule is None or plan.world_size == 1 or self.moves.is_pending(position):
+            return False
+        if counted:
+            self._window.append(busy_s + waited_s)
+        if len(self._window) >= self._rule.window:
+            self._compare(self._rule, loader, plan)
+            self._window.clear()
+        return False
+
+    def _compare(self, rule: Rebalance, loader: UnevenLoader, plan: ShardPlan) -> None:
+        own = [statistics.median(self._window), float(loader.uneven.drawn), self._peak_bytes()]
+        ranks = self._strategy.gather_vector(own)
+        measured_s = [numbers[0] for numbers in ranks]
+        if self._expected_s is None:
+            # nothing was predicted: what the first window shows is what to expect
+            self._expected_s = tuple(max(seconds, 1e-12) for seconds in measured_s)
+            return
+        drift = drifts(measured_s, self._expected_s)
+        worst = max(range(len(drift)), key=lambda rank: abs(drift[rank]))
+        self._over = self._over + 1 if abs(drift[worst]) > rule.threshold else 0
+        if self._over < rule.patience:
+            return
+        self._over = 0
+        peaks = [int(numbers[2]) if numbers[2] > 0 else None for numbers in ranks]
+        move = faster_shares(plan, measured_s, self._fixed_s(), self._limits(plan, peaks))
+        if move.gain < rule.least_gain or move.shares == plan.batch_shares:
+            return
+        expected_s = self._expected_s[worst] * sum(measured_s) / sum(self._expected_s)
+        self._move(plan, move, self._next_boundary(loader, ranks), worst, measured_s, expected_s)
+
+    def _next_boundary(self, loader: UnevenLoader, ranks: Sequence[Sequence[float]]) -> Position:
+        """Return the first batch that no rank has drawn and that begins an optimizer step."""
+        epoch, _ = loader.position
+        undrawn = int(max(numbers[1] for numbers in ranks))
+        together = self._strategy.accumulated_batches()
+        batch = -(-undrawn // together) * together
+        return (epoch, batch) if batch < len(loader) else (epoch + 1, 0)
+
+    def _move(
+        self,
+        plan: ShardPlan,
+        move: Move,
+        since: Position,
+        worst: int,
+        measured_s: Sequence[float],
+        expected_s: float,
+    ) -> None:
+        assert self.moves is not None
+        why = (
+            f"rank {worst} ({plan.device_types[worst]}) takes {format_seconds(measured_s[worst])} a batch, "
+            f"{format_seconds(expected_s)} was to be expected beside the others"
+        )
+        rank_zero_info(
+            f"hetero_fsdp: {why}: batch shares move from {_listed(plan.batch_shares)} to {_listed(move.shares)} with "
+            f"epoch {since[0]}, batch {since[1]}; the slowest rank should take {format_seconds(max(move.seconds))} in "
+            f"place of {format_seconds(max(measured_s))}"
+        )
+        self.moves.add(since, moved_plan(plan, move, f"shares moved: {why}"))
+        self._expected_s = move.seconds
+
+    def _peak_bytes(self) -> float:
+        peak = self._strategy.instruments.peak_bytes()
+        return -1.0 if peak is None else float(peak)
+
+    def _accumulating_bytes(self, plan: ShardPlan, rank: int) -> int:
+        costs = self._strategy.measured_costs
+        if costs is None or costs.accumulating_bytes is None or plan.micro_batches_of(plan.group_of(rank)) == 1:
+            return 0
+        return costs.accumulating_bytes[rank]
+
+    def _fixed_s(self) -> Sequence[float] | None:
+        costs = self._strategy.measured_costs
+        return None if costs is None else costs.fixed_seconds
+
+    def _limits(self, plan: ShardPlan, peaks: Sequence[int | None]) -> tuple[int | None, ...]:
+        strategy, costs = self._strategy, self._strategy.measured_costs
+        assert strategy.cluster is not None
+        memory = None
+        if costs is not None and costs.fixed_bytes is not None and costs.bytes_per_sample is not None:
+            memory = [
+                RankMemory.measured(fixed + self._accumulating_bytes(plan, rank), per_sample)
+                for rank, (fixed, per_sample) in enumerate(zip(costs.fixed_bytes, costs.bytes_per_sample, strict=True))
+            ]
+        capacity = [device.memory_bytes for device in strategy.cluster.devices]
+        return most_samples(plan, capacity, self._most_run, peaks, memory)
+
+
+def _listed(shares: Sequence[int]) -> str:
+    return ", ".join(str(share) for share in shares)
