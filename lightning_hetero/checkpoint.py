@@ -8,7 +8,6 @@ memory map and keeps its own rows.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
+
+from lightning_hetero.swap import put_in_place, remove
 
 METADATA = "meta.pt"
 """file of a sharded checkpoint that holds all but tensors; the name that Lightning's own tools look for"""
@@ -111,7 +112,7 @@ def write_file(state: Any, path: Path) -> None:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        put_in_place(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -143,7 +144,7 @@ def write_sharded(
     temporary = path.with_name(f".{path.name}.tmp")
     rank = dist.get_rank()
     if rank == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove(temporary)
         temporary.mkdir(parents=True)
     dist.barrier()
     if writes:
@@ -152,21 +153,8 @@ def write_sharded(
             dist.barrier(group)
     if rank == 0:
         torch.save(state, temporary / METADATA)
-        _replace_folder(temporary, path)
+        put_in_place(temporary, path)
     dist.barrier()
-
-
-def _replace_folder(new: Path, path: Path) -> None:
-    """Put the folder ``new`` at ``path``; what was there is moved aside first and deleted last."""
-    old = path.with_name(f".{path.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if path.exists():
-        os.replace(path, old)
-    os.replace(new, path)
-    if old.is_dir():
-        shutil.rmtree(old)
-    else:
-        old.unlink(missing_ok=True)
 
 
 def read_sharded(

@@ -16,6 +16,7 @@ LEVELS = {
     "units": 0,
     "records": 0,
     "late": 0,
+    "swap": 0,
     "cluster": 1,
     "costs": 1,
     "schedule": 1,
