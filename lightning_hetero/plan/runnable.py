@@ -10,11 +10,4 @@ def not_runnable_yet(plan: ShardPlan | PipelinePlan) -> list[str]:
     """Why a plan cannot be run, one sentence each with what to do; empty where it can be."""
     if isinstance(plan, PipelinePlan):
         return ["pipelines are planned, and not run yet: hetero_fsdp runs a shard plan (--strategy hetero_fsdp)"]
-    problems = []
-    if any(plan.activation_checkpointing):
-        named = [rank for rank, is_on in enumerate(plan.activation_checkpointing) if is_on]
-        problems.append(
-            f"activation_checkpointing is on for ranks {named}: hetero_fsdp does not switch it on, so far; turn it "
-            "off in the plan, and on in the model if memory asks for it"
-        )
-    return problems
+    return []

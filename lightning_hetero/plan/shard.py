@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.errors import PlanError, raise_all
 from lightning_hetero.plan.common import ModelKey, PlanFile, RankPrediction, even_parts, read_model, read_predictions
+from lightning_hetero.plan.options import PLAN_OPTIONS, option_problems
 from lightning_hetero.records import (
     Record,
     boolean,
@@ -54,6 +56,8 @@ class ShardPlan(PlanFile):
         activation_checkpointing: per rank, whether blocks keep only their input and compute their forward again in
             backward; empty where no rank does.
         lower_bound_s: seconds that no plan for the same devices, costs and batch can be below.
+        options: how the strategy runs the plan, beside its defaults: some of
+            :data:`~lightning_hetero.plan.options.PLAN_OPTIONS`, as plain data.
     """
 
     KIND: ClassVar[str] = "shard"
@@ -73,6 +77,7 @@ class ShardPlan(PlanFile):
     micro_batch_sizes: tuple[int, ...] = ()
     activation_checkpointing: tuple[bool, ...] = ()
     lower_bound_s: float | None = None
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         # Lists would compare unequal to the tuples that load() gives.
@@ -164,6 +169,7 @@ class ShardPlan(PlanFile):
             PlanError: listing every problem.
         """
         problems = [*self._share_problems(), *self._group_problems(), *self._size_problems(), *self._detail_problems()]
+        problems += self._option_problems()
         if cluster is not None:
             problems += self._cluster_problems(cluster)
         if model is not None and self.model is not None and model.parameters != self.model.parameters:
@@ -245,6 +251,18 @@ class ShardPlan(PlanFile):
         # What the other fields follow from must be right first.
         return problems or [*self._mode_problems(), *self._micro_batch_problems()]
 
+    def _option_problems(self) -> list[str]:
+        problems = [
+            f"options.{name} is {shown(value)}: {accepted}" for name, value, accepted in option_problems(self.options)
+        ]
+        if "sharding_strategy" in self.options:
+            problems.append("options.sharding_strategy: a plan says it by groups, modes and reshard_after_forward")
+        if self.options.get("activation_checkpointing") is False and any(self.activation_checkpointing):
+            problems.append(
+                "options.activation_checkpointing is false, and activation_checkpointing names ranks: leave one out"
+            )
+        return problems
+
     def _mode_problems(self) -> list[str]:
         if len(self.groups) != 1 or not self.modes:
             return []
@@ -287,8 +305,8 @@ class ShardPlan(PlanFile):
         """What :meth:`save` writes, as plain data."""
         data = {"schema": SCHEMA, "kind": self.KIND} | asdict(self)
         # What a plan does not say stays out of its file: files of plain plans are as short as they were.
-        for name in (*_DETAILS, "lower_bound_s"):
-            if data[name] in ((), None):
+        for name in (*_DETAILS, "lower_bound_s", "options"):
+            if data[name] in ((), None, {}):
                 del data[name]
         return data
 
@@ -307,6 +325,7 @@ _OPTIONAL = (
     "reasons",
     *_DETAILS,
     "lower_bound_s",
+    "options",
 )
 
 
@@ -329,7 +348,19 @@ def _read_plan(record: Record, data: object) -> ShardPlan:
         micro_batch_sizes=record.take(top, "micro_batch_sizes", "", tuple_of(integer(0)), ()),
         activation_checkpointing=record.take(top, "activation_checkpointing", "", tuple_of(boolean), ()),
         lower_bound_s=record.take(top, "lower_bound_s", "", optional(number(0)), None),
+        options=_read_options(record, top.get("options")),
     )
+
+
+def _read_options(record: Record, value: object) -> dict[str, Any]:
+    if value is None:
+        return {}
+    options = record.mapping(value, "options", [], PLAN_OPTIONS) or {}
+    known = {name: option for name, option in options.items() if name in PLAN_OPTIONS}
+    problems = option_problems(known)
+    for problem in problems:
+        record.note(f"options.{problem.name}", f"is {shown(problem.value)}: {problem.accepted}")
+    return {} if problems else known
 
 
 def _listed(ranks: list[int]) -> str:

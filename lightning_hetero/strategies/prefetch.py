@@ -1,0 +1,122 @@
+"""When each block's parameters are gathered: explicit prefetch lists, and gathers that wait for gradients.
+
+In a backward of blocks 2, 1, 0, with two all-gathers in flight::
+
+    BACKWARD_PRE    gather 1 | compute 2 | reduce 2 | gather 0 | compute 1 | reduce 1 | compute 0 | reduce 0
+    BACKWARD_POST              compute 2 | gather 1 | reduce 2 | compute 1 | gather 0 | reduce 1 | compute 0 | reduce 0
+    NONE                       compute 2 | reduce 2 | gather 1 | compute 1 | reduce 1 | gather 0 | compute 0 | reduce 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_hetero.models.units import Unit
+from lightning_hetero.strategies.options import ShardingOptions
+from lightning_hetero.strategies.overlap import OverlappedReduceScatter
+
+
+def order_gathers(
+    root: nn.Module,
+    units: Sequence[Unit],
+    options: ShardingOptions,
+    reduce_scatter: OverlappedReduceScatter | None,
+) -> None:
+    """Have each block gather others ahead, in forward and in backward, as the options say.
+
+    Args:
+        root: the sharded model.
+        units: its units; those marked as blocks gather each other ahead, in their order.
+        options: ``backward_prefetch``, ``forward_prefetch`` and ``limit_all_gathers``.
+        reduce_scatter: reduces gradients on gloo, where nothing runs ahead unless it is asked for; None on NCCL, where
+            FSDP2's own prefetch is kept if it does what the options say.
+    """
+    modules = [module for module in root.modules() if isinstance(module, FSDPModule)]
+    blocks = [unit.module for unit in units if unit.is_block and isinstance(unit.module, FSDPModule)]
+    on_gloo = reduce_scatter is not None
+    ahead = len(blocks) if options.gathers_ahead is None else options.gathers_ahead
+    when = options.backward if ahead else "NONE"
+    for module in modules:
+        module.set_modules_to_forward_prefetch([])
+        # a list with a module that is gathered already turns FSDP2's own prefetch off
+        module.set_modules_to_backward_prefetch([] if when == "BACKWARD_PRE" else [module])
+    for index, block in enumerate(blocks):
+        if options.gathers_forward(on_gloo):
+            block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + ahead])
+        if when == "BACKWARD_PRE" and (on_gloo or ahead > 1):
+            block.set_modules_to_backward_prefetch(_before(blocks, index, ahead))
+    if on_gloo or when == "BACKWARD_POST":
+        shared = reduce_scatter or OverlappedReduceScatter()
+        places = {block: index for index, block in enumerate(blocks)}
+        for module in modules:
+            after = _before(blocks, places.get(module, 0), ahead) if when == "BACKWARD_POST" else []
+            module.set_custom_reduce_scatter(UnitReduceScatter(shared, _trained_dtype(module), after))
+
+
+class UnitReduceScatter:
+    """One unit's reduce-scatter, by a comm that all units share.
+
+    Args:
+        shared: reduces.
+        dtype: of the unit's sharded parameters. FSDP2 casts a result of another type at once, so it is waited for;
+            None where nothing of the unit is trained.
+        gather_before: units whose gather is issued when this unit's gradients are there, before they are reduced.
+    """
+
+    def __init__(
+        self, shared: OverlappedReduceScatter, dtype: torch.dtype | None, gather_before: Iterable[FSDPModule] = ()
+    ) -> None:
+        self._shared = shared
+        self._dtype = dtype
+        self._gather_before = list(gather_before)
+        self._has_input = False
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a buffer. FSDP2 asks for two: one to copy gradients into, and one for their sum.
+
+        When it asks for the first, gradients are there and the stream is still the one that computes. (In the call
+        itself it is the stream of reductions, whose memory a gather must not use.)
+        """
+        self._has_input = not self._has_input
+        if self._has_input:
+            for module in self._gather_before:
+                module.unshard(async_op=True)
+        return self._shared.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: object, op: object, async_op: bool = False
+    ) -> None:
+        """Start the reduction; end it too, unless it may overlap."""
+        self._shared(output_tensor, input_tensor, group, op, async_op)
+        if output_tensor.dtype != self._dtype:
+            self._shared.wait()
+
+
+def _before(blocks: Sequence[FSDPModule], index: int, count: int) -> list[FSDPModule]:
+    """Return the ``count`` blocks before one, as backward meets them."""
+    return list(reversed(blocks[max(0, index - count) : index]))
+
+
+def _trained_dtype(module: FSDPModule) -> torch.dtype | None:
+    """Return the type of the trained parameters that FSDP2 gathers with ``module``; it takes one type only."""
+    return next((p.dtype for p in own_parameters(module) if p.requires_grad), None)
+
+
+def own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a wrapped module without those of wrapped modules inside it."""
+    inner = {
+        parameter
+        for child in module.modules()
+        if child is not module and isinstance(child, FSDPModule)
+        for parameter in _parameters(child)
+    }
+    return [parameter for parameter in module.parameters() if parameter not in inner]
+
+
+def _parameters(module: object) -> Iterable[nn.Parameter]:
+    assert isinstance(module, nn.Module)
+    return module.parameters()
