@@ -194,9 +194,8 @@ class Rebalancer:
             # nothing was predicted: what the first window shows is what to expect
             self._expected_s = tuple(max(seconds, 1e-12) for seconds in measured_s)
             return
-        drift = drifts(measured_s, self._expected_s)
-        worst = max(range(len(drift)), key=lambda rank: abs(drift[rank]))
-        self._over = self._over + 1 if abs(drift[worst]) > rule.threshold else 0
+        drift = max(map(abs, drifts(measured_s, self._expected_s)))
+        self._over = self._over + 1 if drift > rule.threshold else 0
         if self._over < rule.patience:
             return
         self._over = 0
@@ -204,8 +203,7 @@ class Rebalancer:
         move = faster_shares(plan, measured_s, self._fixed_s(), self._limits(plan, peaks))
         if move.gain < rule.least_gain or move.shares == plan.batch_shares:
             return
-        expected_s = self._expected_s[worst] * sum(measured_s) / sum(self._expected_s)
-        self._move(plan, move, self._next_boundary(loader, ranks), worst, measured_s, expected_s)
+        self._move(plan, move, self._next_boundary(loader, ranks), measured_s, self._expected_s)
 
     def _next_boundary(self, loader: UnevenLoader, ranks: Sequence[Sequence[float]]) -> Position:
         """Return the first batch that no rank has drawn and that begins an optimizer step."""
@@ -220,14 +218,16 @@ class Rebalancer:
         plan: ShardPlan,
         move: Move,
         since: Position,
-        worst: int,
         measured_s: Sequence[float],
-        expected_s: float,
+        expected_s: Sequence[float],
     ) -> None:
         assert self.moves is not None
+        # of two ranks that drift apart, the one that changed
+        ratios = [measured / expected for measured, expected in zip(measured_s, expected_s, strict=True)]
+        rank = max(range(len(ratios)), key=lambda r: abs(math.log(max(ratios[r], 1e-12))))
         why = (
-            f"rank {worst} ({plan.device_types[worst]}) takes {format_seconds(measured_s[worst])} a batch, "
-            f"{format_seconds(expected_s)} was to be expected beside the others"
+            f"rank {rank} ({plan.device_types[rank]}) takes {format_seconds(measured_s[rank])} a batch, expected were "
+            f"{format_seconds(expected_s[rank])}"
         )
         rank_zero_info(
             f"hetero_fsdp: {why}: batch shares move from {_listed(plan.batch_shares)} to {_listed(move.shares)} with "
