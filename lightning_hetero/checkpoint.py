@@ -68,14 +68,39 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def load_model_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Load a whole-model state dict into a sharded (or plain) module."""
+def with_whole_tensors(value: Any, keep: bool) -> Any:
+    """Return ``value`` with every sharded tensor in its dicts, lists and tuples whole (a collective).
+
+    Args:
+        value: alike on all ranks, but for what is not sharded.
+        keep: whether this rank keeps them; elsewhere they are None.
+
+    Returns:
+        ``value`` itself where no tensor in it is sharded.
+    """
+    if isinstance(value, DTensor):
+        return _whole(value, keep)
+    if isinstance(value, dict):
+        pairs = {key: with_whole_tensors(item, keep) for key, item in value.items()}
+        return value if all(pairs[key] is item for key, item in value.items()) else pairs
+    if type(value) in (list, tuple):
+        items = [with_whole_tensors(item, keep) for item in value]
+        return value if all(new is old for new, old in zip(items, value, strict=True)) else type(value)(items)
+    return value
+
+
+def shard_state(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Return a whole-model state dict with this rank's part of what ``module`` holds sharded under the same name."""
     own = module.state_dict()
-    parts = {
+    return {
         name: shard_like(value, own[name]) if isinstance(value, Tensor) and name in own else value
         for name, value in state.items()
     }
-    module.load_state_dict(parts, strict=strict)
+
+
+def load_model_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Load a whole-model state dict into a sharded (or plain) module."""
+    module.load_state_dict(shard_state(state, module), strict=strict)
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

@@ -108,9 +108,18 @@ class HeteroStrategy(ParallelStrategy):
 
     def _check_trainer(self, arguments: dict[str, Any]) -> None:
         unfit = self._cluster_problems(arguments)
-        unsupported = [*self._precision_problems(arguments), *self._option_problems(arguments)]
+        unsupported = [
+            *self._precision_problems(arguments),
+            *self._layer_problems(arguments),
+            *self._option_problems(arguments),
+        ]
         kind = ClusterError if unfit else UnsupportedError
         raise_all(kind, f"the Trainer does not fit {type(self).__name__}", [*unsupported, *unfit])
+
+    def _layer_problems(self, arguments: dict[str, Any]) -> list[str]:
+        if not (arguments.get("sync_batchnorm") and isinstance(self.accelerator, CPUAccelerator)):
+            return []
+        return ["sync_batchnorm=True: torch has SyncBatchNorm for GPUs only; leave it out on CPU, or use GroupNorm"]
 
     def _option_problems(self, arguments: dict[str, Any]) -> list[str]:
         """Return what the strategy's own options ask of these ranks in vain."""

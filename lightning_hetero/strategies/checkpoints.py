@@ -11,6 +11,7 @@ from lightning.pytorch.plugins import CheckpointIO, TorchCheckpointIO
 from torch.optim import Optimizer
 
 from lightning_hetero import checkpoint as state_io
+from lightning_hetero import swap
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.strategies import lightning_adapter
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from lightning_hetero.strategies.fsdp import HeteroFSDPStrategy
 
 STATE_KEY = "lightning_hetero"
-"""key of the checkpoint under which the global batch size and the shares are kept"""
+"""key of the checkpoint under which the global batch size, the shares and how they moved are kept"""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -41,6 +42,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if not Path(path).is_file():
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
         return state_io.read_file(Path(path), weights_only)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Delete a file or folder; under its name it is whole or gone."""
+        if "://" in str(path):
+            super().remove_checkpoint(path)
+        else:
+            swap.remove(Path(path))
 
 
 class Checkpoints:
@@ -90,8 +98,10 @@ class Checkpoints:
         checkpoint[STATE_KEY] = {
             "global_batch_size": strategy.global_batch_size,
             "batch_shares": list(plan.batch_shares) if plan is not None else None,
+            **strategy.rebalancer.state(),
         }
         if not self._sharded:
+            checkpoint = state_io.with_whole_tensors(checkpoint, strategy.is_global_zero)  # what callbacks put in
             if strategy.is_global_zero:
                 strategy.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
@@ -113,6 +123,8 @@ class Checkpoints:
         """Read a checkpoint of either form; the tensors of a folder are loaded in place at once."""
         strategy = self._strategy
         path = strategy.broadcast(path)
+        if "://" not in str(path):
+            path = swap.find(Path(path))
         weights_only = weights_only if weights_only is not None else self._weights_only
         self._loaded_in_place = state_io.is_sharded(Path(path))
         try:
@@ -128,6 +140,7 @@ class Checkpoints:
                 state = {"state_dict": {}, "optimizer_states": [], **state}
             else:
                 state = strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+                strategy.companions.restore(state)
         except pickle.UnpicklingError as error:
             raise HeteroError(
                 f"checkpoint {path} holds more than tensors and plain values. If you trust it, pass "
@@ -136,6 +149,7 @@ class Checkpoints:
         saved = state.get(STATE_KEY)
         if isinstance(saved, Mapping) and saved.get("global_batch_size"):
             strategy.restore_global_batch(int(saved["global_batch_size"]))
+            strategy.rebalancer.restore(dict(saved))
         return state
 
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
@@ -148,5 +162,6 @@ class Checkpoints:
         """Give the optimizers their states."""
         if self._loaded_in_place:
             return
+        self._strategy.companions.before_optimizers_load()
         for optimizer, state in zip(self._strategy.optimizers, checkpoint["optimizer_states"], strict=True):
             state_io.load_optimizer_state(optimizer, state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -12,37 +12,48 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from lightning_hetero.callbacks import EmulatedDevices
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.collate import MicroBatches
 from lightning_hetero.costs import ModelCosts
-from lightning_hetero.errors import HeteroError, UnsupportedError, raise_all
-from lightning_hetero.models.units import find_units
+from lightning_hetero.data import KeptLoader, Split, UnevenLoader
+from lightning_hetero.errors import HeteroError, PlanError, UnsupportedError, raise_all
+from lightning_hetero.models.units import Unit, find_units
 from lightning_hetero.plan import ModelKey, ShardPlan
+from lightning_hetero.planner.measured import MeasuredRanks
 from lightning_hetero.strategies import lightning_adapter, planning, torch_adapter
 from lightning_hetero.strategies.arguments import argument_problems, read_costs, read_plan
 from lightning_hetero.strategies.base import HeteroStrategy
+from lightning_hetero.strategies.block_forwards import BlockForwards
 from lightning_hetero.strategies.checkpoint_hooks import CheckpointHooks
 from lightning_hetero.strategies.checkpoints import Checkpoints
+from lightning_hetero.strategies.companions import Companions
 from lightning_hetero.strategies.gradients import GradientReduction, clip_by_one_norm
 from lightning_hetero.strategies.groups import ShardGroups, replicas_of
 from lightning_hetero.strategies.instruments import Instruments
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.loss_check import cut
 from lightning_hetero.strategies.loss_weight import BatchWeights, LossWeight, loss_weight_problems, parts_of, scaled
+from lightning_hetero.strategies.manual import ManualSteps
 from lightning_hetero.strategies.micro_batches import MicroBatchSteps
 from lightning_hetero.strategies.opening import Opening
+from lightning_hetero.strategies.options import ShardingOptions
+from lightning_hetero.strategies.prefetch import order_gathers
+from lightning_hetero.strategies.scaler import share_scaler
+from lightning_hetero.strategies.rebalance import Rebalance, Rebalancer, rebalance_problems, rebalance_rule
 from lightning_hetero.strategies.sharding import (
     check_parameters,
     check_steps,
-    prefetch_blocks,
     register_steps,
     shard_module,
 )
+from lightning_hetero.strategies.stopping import StopAgreement
 from lightning_hetero.strategies.summary import RankSummary, StepRecorder, print_summary
 from lightning_hetero.strategies.untouched import untouched
 
@@ -73,8 +84,31 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
             its unpadded tokens. Takes a batch as ``training_step``, ``validation_step`` and ``test_step`` do, returns a
             number >= 0 or a tensor of one element; where a batch is cut, the parts' must add up to it. Default: the
             module's method ``loss_weight``, if it has one, else samples.
-        reshard_after_forward: free a block's gathered parameters between its forward and its backward: less memory, one
-            more all-gather. "auto" keeps them where they take less than a tenth of every device's memory.
+        rebalance: move batch shares in mid-run when what the ranks take, waiting for input included, drifts from what
+            was expected: True, False, or a :class:`~lightning_hetero.strategies.rebalance.Rebalance` that says when.
+            The global batch, the order of samples and the result stay the same. Default: with plan="auto".
+        sharding_strategy: "FULL_SHARD" frees a block's gathered parameters between its forward and its backward: less
+            memory, one more all-gather. "SHARD_GRAD_OP" keeps them. "HYBRID_k" shards fully in groups of k consecutive
+            ranks (k divides their number), so that gradients alone cross between groups. "NO_SHARD" keeps a copy of
+            the model on every rank. "auto" is one group of all ranks, and keeps parameters where they take less than
+            a tenth of every device's memory.
+        reshard_after_forward: another name for the first two: True and False; "auto" leaves it to the strategy.
+        backward_prefetch: when a backward's next all-gather is issued: "BACKWARD_PRE" (default) before the block at
+            hand computes; "BACKWARD_POST" when its gradients are there, before they are reduced: less memory, less
+            overlap; "NONE" when it is needed.
+        forward_prefetch: whether a block gathers the next ones by an explicit list. Default: on gloo, where nothing
+            else overlaps; on NCCL streams do.
+        limit_all_gathers: how many blocks may be gathered at once: True (default) is 2, the one that computes and the
+            next; n >= 1 is n; False is no limit. Each holds a whole block's parameters.
+        cpu_offload: keep shards, their gradients and optimizer states in the host's memory: much less memory on the
+            device, and a copy each way per block. Does nothing on CPU ranks.
+        activation_checkpointing: compute blocks' forward again in backward in place of keeping activations: True for
+            all blocks, n for every n-th. Results stay the same. A plan may say it rank by rank.
+        mixed_precision: FSDP2's policy, or a mapping of ``param_dtype``, ``reduce_dtype``, ``output_dtype`` (names such
+            as "bfloat16") and ``cast_forward_inputs``. Every device must have the types; float16 needs
+            ``Trainer(precision="16-mixed")`` on CUDA devices, for its loss scaler.
+        compile: compile each block with ``torch.compile``, once for all batch sizes from 2 up. Does nothing on emulated
+            devices.
         save_distributed_checkpoint: False writes one file in the form that one device would write; True a folder with
             a part from each rank.
         weights_only: passed to ``torch.load`` for checkpoints. Lightning drops ``fit(weights_only=...)`` for strategies
@@ -100,7 +134,16 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         wrap: set[type[torch.nn.Module]] | None = None,
         check_loss: CheckLoss = "warn",
         loss_weight: Callable[[Any], float | Tensor] | None = None,
+        rebalance: bool | Rebalance | None = None,
+        sharding_strategy: str = "auto",
         reshard_after_forward: bool | Literal["auto"] = "auto",
+        backward_prefetch: str | None = None,
+        forward_prefetch: bool | None = None,
+        limit_all_gathers: bool | int | None = None,
+        cpu_offload: bool | None = None,
+        activation_checkpointing: bool | int | None = None,
+        mixed_precision: dict[str, Any] | MixedPrecisionPolicy | None = None,
+        compile: bool | None = None,
         save_distributed_checkpoint: bool = False,
         weights_only: bool | None = None,
         summary: bool = True,
@@ -108,18 +151,36 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(cluster, timeout=timeout, **kwargs)
+        options = ShardingOptions(
+            sharding_strategy,
+            reshard_after_forward,
+            backward_prefetch,
+            forward_prefetch,
+            limit_all_gathers,
+            cpu_offload,
+            activation_checkpointing,
+            mixed_precision,
+            compile,
+        )
         raise_all(
             HeteroError,
             "hetero_fsdp cannot take these arguments",
             [
                 *argument_problems(check_loss, reshard_after_forward, global_batch_size, wrap),
                 *loss_weight_problems(loss_weight),
+                *rebalance_problems(rebalance),
+                *options.problems(),
             ],
         )
         self.plan: ShardPlan | None = None if plan == "auto" else read_plan(plan)
         self._given_plan = self.plan
+        if self.plan is not None:
+            raise_all(PlanError, "the arguments and the plan disagree", options.plan_problems(self.plan))
+            options = options.with_plan(self.plan)
+        self.options = options
+        self._forwards: BlockForwards | None = None
+        self._said: set[str] = set()
         self._wrap = wrap
-        self._reshard = reshard_after_forward
         self._summary = summary
         self.summaries: list[RankSummary] = []
         self.instruments: Instruments  # these from set-up on
@@ -131,20 +192,36 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         self._users_loss_weight = loss_weight
         self.loss_weight: LossWeight | None = None  # from set-up on
         self._weights: BatchWeights | None = None
+        self.rebalance_is_asked = bool(rebalance)
+        self.rebalancer = Rebalancer(self, rebalance_rule(rebalance, plan_is_given=self.plan_is_given))
+        self.measured_costs: MeasuredRanks | None = None
         self._full_steps = (False, False)  # whether the step before and the one at hand have a whole global batch
         self._batch: Any = None
         self._micro_batches = MicroBatchSteps(self)
         self._accumulates = False  # whether the backward at hand leaves its gradients for later ones
+        self._accumulated = False  # whether the last one did
         self.costs = read_costs(costs)
         self.flops_per_sample: float | None = None
         self._opening = Opening(self, check_loss, count_flops=summary)
+        self.companions = Companions(self, save_distributed_checkpoint)
+        self._manual = ManualSteps()
+        self._stops: StopAgreement | None = None
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
+    def _option_problems(self, arguments: dict[str, Any]) -> list[str]:
+        ranks = self.world_size if self.cluster is None else self.cluster.world_size
+        types = () if self.cluster is None else self.cluster.device_types()
+        return self.options.rank_problems(ranks, types, self._precision_name(arguments))
+
     def setup_environment(self) -> None:
         """Start the process group; give ``configure_model`` its device mesh."""
+        self.companions.check()
+        if self.options.cpu_offload and self.root_device.type == "cuda" and self._backend is None:
+            self._backend = "cpu:gloo,cuda:nccl"  # what is on the host is reduced there, such as a norm
         super().setup_environment()
         assert self.lightning_module is not None
+        self._stops = self._stop_agreement()
         mesh = init_device_mesh(
             self.root_device.type, (self.world_size, 1), mesh_dim_names=("data_parallel", "tensor_parallel")
         )
@@ -159,20 +236,27 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         check_parameters(module)
         check_steps(module)
         self.loss_weight = LossWeight.of_user(self._users_loss_weight, module, self.global_rank)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.rebalancer.reset()
+            self.plan = self._given_plan
         if trainer.state.fn == TrainerFn.FITTING and not self.plan_is_given:
             # a fit after another one may have another loader, and other devices
             self.plan = None
             self._loaders.forget_global_batch()
         if self.cluster is None:
             self.cluster = self.broadcast(Cluster.discover())
+        raise_all(UnsupportedError, "the devices lack what was asked for", self._option_problems({}))
         self._model_key = ModelKey(type(module).__name__, sum(p.numel() for p in module.parameters()))
         self._loaders.check_plan(self.cluster, self._model_key)
         lightning_adapter.weigh_logged_values(trainer, self)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             # modules wrapped by FSDP2 that ran under inference_mode crash in a later training step (fact 5)
             loop.inference_mode = False
+        if self._layer_sync is not None:
+            self._layer_sync.apply(module)  # in place; BatchNorm over all ranks, whatever their shares
         self.model = self.precision_plugin.convert_module(module)
         self._shard(module)
+        self.companions.join()
         if trainer.state.fn == TrainerFn.FITTING:
             if self.micro_batches_per_step() > 1 and not module.automatic_optimization:
                 raise UnsupportedError(
@@ -181,21 +265,26 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
                     "automatic_optimization = True"
                 )
             self.setup_optimizers(trainer)
+        share_scaler(self.precision_plugin, self.root_device)
         self.setup_precision_plugin()
 
     def _shard(self, module: pl.LightningModule) -> None:
         assert self.cluster is not None
         units = find_units(module, self._wrap)
         self.reshards = self._decide_reshard(module)
-        self.groups = self._shard_groups()
-        shard_module(module, units, self.groups, self.root_device, reshard_after_forward=self.reshards)
+        self.layout = self._layout()
+        replicas = replicas_of(self.layout.groups, self.layout.modes)
+        self.groups = ShardGroups(replicas, self.global_rank, self.root_device, self._timeout)
+        shard_module(
+            module, units, self.groups, self.root_device, reshard_after_forward=self.reshards, options=self.options
+        )
         register_steps(module)
         self.model_to_device()
         if self.root_device.type == "cpu":
             # gloo's all-gathers block unless they are asynchronous and asked for ahead (DESIGN 5)
             torch_adapter.set_unshard_async(module, True)
-            prefetch_blocks(units)
         self.gradients = GradientReduction(module, self.groups, self.root_device)
+        order_gathers(module, units, self.options, self.gradients.reduce_scatter)
         if len(self.groups.replicas) > 1:
             lightning_adapter.clip_norms_by(self.precision_plugin, clip_by_one_norm)
         assert self.cluster is not None
@@ -206,21 +295,52 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
                 "callback out, or the devices would be slowed twice"
             )
         emulated = self.cluster.devices[self.global_rank] if self.cluster.emulate else None
+        self._forwards = self._wrap_forwards(units)
         self.instruments = Instruments(
-            module, units, self.root_device, self.global_rank, emulated=emulated, costs=self.costs
+            module,
+            units,
+            self.root_device,
+            self.global_rank,
+            emulated=emulated,
+            costs=self.costs,
+            recomputed=self._forwards.recomputed,
         )
 
-    def _shard_groups(self) -> ShardGroups:
+    def _wrap_forwards(self, units: Sequence[Unit]) -> BlockForwards:
+        """Have blocks computed again or compiled as the options say; say what of the options does nothing here."""
+        assert self.cluster is not None
+        if self._forwards is not None:
+            self._forwards.close()  # of a fit that failed
+        on_cpu, emulated = self.root_device.type == "cpu", self.cluster.emulate
+        for text in self.options.without_effect(on_cpu=on_cpu, emulated=emulated, reshards=self.reshards):
+            if text not in self._said:
+                self._said.add(text)
+                rank_zero_info(f"hetero_fsdp: {text}")
+        return BlockForwards(
+            units,
+            recompute_every=self.options.recompute_every(self._given_plan, self.global_rank),
+            compiled=bool(self.options.compile) and not emulated,
+        )
+
+    def model_to_device(self) -> None:
+        """Move what is not sharded to this rank's device; with CPU offload, FSDP2 has done so."""
+        if not self.options.cpu_offload:
+            super().model_to_device()
+
+    def _layout(self) -> planning.Layout:
+        """Return the shard groups and how each of them holds the model."""
         plan = self._given_plan
-        groups = plan.groups if plan is not None else (tuple(range(self.world_size)),)
-        modes = [plan.mode_of(index) if plan is not None else "FULL_SHARD" for index in range(len(groups))]
-        return ShardGroups(replicas_of(groups, modes), self.global_rank, self.root_device, self._timeout)
+        if plan is not None:
+            return planning.Layout(plan.groups, tuple(plan.mode_of(index) for index in range(len(plan.groups))))
+        mode = "FULL_SHARD" if self.reshards else "SHARD_GRAD_OP"
+        asked = self.options.layout(self.world_size)
+        return asked or planning.Layout((tuple(range(self.world_size)),), (mode,))
 
     def _decide_reshard(self, module: pl.LightningModule) -> bool:
         if self._given_plan is not None:
             return self._given_plan.mode_of(self._given_plan.group_of(self.global_rank)) == "FULL_SHARD"
-        if isinstance(self._reshard, bool):
-            return self._reshard
+        if self.options.reshards is not None:
+            return self.options.reshards
         assert self.cluster is not None
         whole = sum(p.numel() * p.element_size() for p in module.parameters())
         return whole * 10 > min(device.memory_bytes for device in self.cluster.devices)
@@ -245,9 +365,22 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         if self._loaders.restore_global_batch(saved):
             lightning_adapter.forget_train_dataloader(self._trainer)
 
-    def split(self, samples: int) -> tuple[int, ...]:
+    @property
+    def train_loader(self) -> UnevenLoader | KeptLoader | None:
+        """What reads this rank's share of the training batches; None before Lightning has asked for it."""
+        return self._loaders.train
+
+    def accumulated_batches(self) -> int:
+        """Return how many training batches make an optimizer step now."""
+        return self._trainer.accumulate_grad_batches
+
+    def split_at(self, epoch: int, batch: int) -> Split:
+        """Return how a training batch is split, whatever has moved since."""
+        return self.rebalancer.split_at(epoch, batch)
+
+    def split(self, samples: int, plan: ShardPlan | None = None) -> tuple[int, ...]:
         """Return how many of so many samples each rank takes: by the plan, or by declared speeds before that."""
-        plan = self.plan
+        plan = plan or self.plan
         if plan is None:
             plan = self.declared_plan(max(samples, self.world_size))
         # evaluation loaders may have larger batches than the plan's
@@ -257,29 +390,41 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
     def declared_plan(self, global_batch_size: int) -> ShardPlan:
         """Return the plan by declared speeds: what holds until ranks are measured."""
         assert self.cluster is not None
-        return planning.declared_plan(
+        plan = planning.declared_plan(
             self.cluster, self._model_key, global_batch_size, reshard_after_forward=self.reshards
         )
+        return self.options.in_plan(plan)
 
-    def plan_from(self, global_batch_size: int, costs: planning.Costs) -> ShardPlan:
+    def plan_from(self, global_batch_size: int, costs: MeasuredRanks) -> ShardPlan:
         """Return the fastest plan by what the ranks measured."""
         assert self.cluster is not None
-        return planning.plan_from(
-            self.cluster, self._model_key, global_batch_size, costs, reshard_after_forward=self.reshards
+        plan = planning.plan_from(
+            self.cluster,
+            self._model_key,
+            global_batch_size,
+            costs,
+            self.layout,
+            micro_batches=isinstance(self._loaders.train, UnevenLoader),
         )
+        return self.options.in_plan(plan)
 
     # -- start of a fit ------------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
         """Check the loss and measure the ranks on the first samples, and plan."""
         self._loaders.check_single(lightning_adapter.train_loaders(self._trainer))
-        self._opening.run(self._loaders.train)
+        self.instruments.at_step(self._trainer.global_step)
+        if self.companions.searching:
+            self.companions.begin_search()  # of a learning rate; the fit itself comes after it
+        else:
+            self._opening.run(self._loaders.train)
         if self.plan is not None and not self.plan_is_given:
             assert self.cluster is not None
             shares = ", ".join(str(share) for share in self.plan.batch_shares)
             rank_zero_info(
                 f"hetero_fsdp: {self.cluster.describe()}; batch shares {shares} of {self.plan.global_batch_size}"
             )
+        self.rebalancer.begin_fit()
         self._recorder = StepRecorder()
         self.instruments.timer.take_s()
         self.instruments.take_peak_bytes()
@@ -332,9 +477,31 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         self._weights = self._weigh(batch)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Note what the step before took."""
-        self._recorder.begin_step(self.instruments.timer.take_s(), comparable=self._full_steps[0] and batch_idx > 0)
+        """Note what the step before took, and move shares where that asks for it."""
+        busy_s = self.instruments.timer.take_s()
+        counted = self._recorder.begin_step(busy_s, comparable=self._full_steps[0] and batch_idx > 0)
+        if self.rebalancer.begin_batch(busy_s, counted=counted):
+            self._recorder.forget()
+        self.instruments.at_step(self._trainer.global_step)
         self._batch = batch
+
+    def mean_of_losses(self, loss: Tensor) -> Tensor:
+        """Return the loss of the global batch, from this rank's (a collective)."""
+        return self.sum_over_ranks(scaled(loss.detach(), self._loss_factor()).reshape(1))[0]
+
+    def end_batch(self, training: bool) -> None:
+        """Note that the batch at hand has ended, with all of its hooks."""
+        if training and self._stops is not None:
+            self._stops.look(self._trainer, "batch")
+
+    def _stop_agreement(self) -> StopAgreement | None:
+        if self._watch is None or self.world_size == 1:
+            return None
+        # before the others, who wait in a collective, give up
+        timeout_s = self._timeout.total_seconds() / 2
+        return StopAgreement(
+            self._watch.store, self.global_rank, self.world_size, timeout_s, self._watch.first_failure
+        )
 
     @contextmanager
     def _taking_part(self) -> Iterator[None]:
@@ -343,7 +510,8 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         if self.step_samples() > 0:
             yield
             return
-        with untouched(self.lightning_module, silence_logs=False):
+        manual = not self.lightning_module.automatic_optimization
+        with untouched(self.lightning_module, silence_logs=False, keep_numbers=manual):
             yield
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -361,7 +529,8 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
 
     def own_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the user's training step on one batch of this rank, or for the others' sake."""
-        with self.instruments.step(batch), self._taking_part():
+        assert self.lightning_module is not None
+        with self.instruments.step(batch), self._taking_part(), self._manual.step(self.lightning_module):
             return super().training_step(*args, **kwargs)
 
     def _loss_factor(self) -> float:
@@ -387,6 +556,9 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         loss = self.precision_plugin.pre_backward(loss, module)
         with self.gradients.backward(is_last=not self._accumulates, complete=not module.automatic_optimization):
             self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+            self._manual.end_backward()
+        self._manual.after_backward()
+        self._accumulated = self._accumulates
         loss = self.precision_plugin.post_backward(loss, module)
         self.post_backward(loss)
         return loss
@@ -396,6 +568,13 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         accumulated = self._trainer.accumulate_grad_batches  # Lightning divides the last one's loss itself
         with self.instruments.step(batch), self.gradients.backward(is_last=False):
             self.precision_plugin.backward(scaled(loss, self._loss_factor() / accumulated), self.lightning_module, None)
+
+    def keeps_gradients(self) -> bool:
+        """Whether gradients that are there when a step begins may still be wanted: by an accumulation, or by a hook."""
+        module = self.lightning_module
+        return self._accumulated or any(
+            is_overridden(hook, module) for hook in ("optimizer_zero_grad", "on_before_zero_grad")
+        )
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -409,11 +588,15 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Run the closure (forward and backward) and the optimizer's step."""
         with self.instruments.step(self._batch):
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+            self._manual.after_optimizer_step()
+        return result
 
     def _eval_step(self, step: Any, *args: Any, **kwargs: Any) -> Any:
         with self.instruments.step(args[0] if args else None), self._taking_part():
             output = step(*args, **kwargs)
+        if self.companions.averages and self.lightning_module is not None:
+            torch_adapter.reshard(self.lightning_module)  # the average and the model are swapped as shards
         # what a rank without samples computed is a repetition of another one's
         return output if self.step_samples() > 0 else cut(output, 1, 0, 0)
 
@@ -436,13 +619,19 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
             self._recorder.pause()
 
     def on_validation_end(self) -> None:
-        """Forget what was read ahead."""
+        """Forget what was read ahead; leave the shards where hooks look for parameters."""
         self._loaders.clear(evaluating=True)
+        assert self.lightning_module is not None
+        torch_adapter.reshard(self.lightning_module)
+        if self._stops is not None and self._trainer.state.fn == TrainerFn.FITTING:
+            self._stops.look(self._trainer, "validation after batch")
 
     on_test_end = on_predict_end = on_validation_end
 
     def on_train_end(self) -> None:
         """Say what each rank did."""
+        if self._stops is not None:
+            self._stops.look_at_end(self._trainer)
         plan = self.plan
         if plan is None:
             return
@@ -468,4 +657,6 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         if hasattr(self, "instruments"):
             self.instruments.close()
             self.gradients.close()
+        if self._forwards is not None:
+            self._forwards.close()
         super().teardown()

@@ -104,6 +104,9 @@ class WeightedReduction(Protocol):
     def step_items(self) -> float:
         """Return what this rank's batch at hand counts for, where there are :meth:`batch_weights`."""
 
+    def end_batch(self, training: bool) -> None:
+        """Note that the batch has ended, after every hook has seen it."""
+
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """Return the sum over all ranks of a vector (a collective)."""
 
@@ -241,9 +244,12 @@ class _WeightedResults(_ResultCollection):
 
     @batch.setter
     def batch(self, batch: Any) -> None:
+        ended = self._batch is not None and batch is None
         self._batch = batch
         if batch is not None:
             self.owner.begin_batch(self.training, batch)
+        elif ended:
+            self.owner.end_batch(self.training)
 
     def __setitem__(self, key: str, metric: _ResultMetric) -> None:
         super().__setitem__(key, _WeightedMetric(metric, self.owner))
@@ -337,7 +343,7 @@ def without_index_tracking(loader: Any) -> Any:
 
 
 def trainer_arguments() -> dict[str, Any]:
-    """Return ``devices`` and ``precision`` as the user passed them to the Trainer being built; {} outside of that.
+    """Return ``devices``, ``precision`` and ``sync_batchnorm`` as passed to the Trainer being built; {} outside of that.
 
     The connector replaces ``devices="auto"`` on CPU by 1 and ``precision="16-mixed"`` by ``bf16-mixed`` before a
     strategy can look, so the arguments are read from its ``__init__``, which is on the stack when it calls
@@ -347,7 +353,7 @@ def trainer_arguments() -> dict[str, Any]:
     while frame is not None:
         code = frame.f_code
         if code.co_name == "__init__" and code.co_filename.endswith("accelerator_connector.py"):
-            return {name: frame.f_locals.get(name) for name in ("devices", "precision")}
+            return {name: frame.f_locals.get(name) for name in ("devices", "precision", "sync_batchnorm")}
         frame = frame.f_back
     return {}
 

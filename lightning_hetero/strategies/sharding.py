@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_hetero.errors import UnsupportedError, raise_all
 from lightning_hetero.models.units import Unit
 from lightning_hetero.strategies.groups import ShardGroups
+from lightning_hetero.strategies.options import ShardingOptions
 
 _STEP_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -66,6 +68,7 @@ def shard_module(
     device: torch.device,
     *,
     reshard_after_forward: bool,
+    options: ShardingOptions | None = None,
 ) -> None:
     """Apply ``fully_shard`` to each block, to the children that hold blocks, and to the root, in place.
 
@@ -79,25 +82,78 @@ def shard_module(
         groups: the layout; each module is sharded over the mesh of this rank's group.
         device: where this rank's shards live.
         reshard_after_forward: free a block's gathered parameters after its forward (less memory, one more all-gather).
+        options: whose ``mixed_precision`` and ``cpu_offload`` hold for what is wrapped here.
     """
     _check_meshes(root, groups)
+    options = options or ShardingOptions()
+    _say_what_stays(root, options)
+    offload = CPUOffloadPolicy() if options.cpu_offload and device.type != "cpu" else OffloadPolicy()
     shared = _Broadcast(device)
     blocks = [unit.module for unit in units if unit.is_block]
-    holders = [child for child in root.children() if any(block in set(child.modules()) for block in blocks)]
-    for module in [*blocks, *(holder for holder in holders if holder not in blocks)]:
+    called = [child for child in root.children() if not isinstance(child, nn.ModuleList | nn.ModuleDict)]
+    holders = [child for child in called if any(block in set(child.modules()) for block in blocks)]
+    outermost = set(root.children())
+    for module in _wrappable(root, [*blocks, *(holder for holder in holders if holder not in blocks)]):
         if isinstance(module, FSDPModule) or not any(True for _ in module.parameters()):
             continue
         shared.from_rank_0(module)
-        fully_shard(module, mesh=groups.mesh, reshard_after_forward=reshard_after_forward)
+        fully_shard(
+            module,
+            mesh=groups.mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=options.policy(with_output=module in outermost),
+            offload_policy=offload,
+        )
     shared.from_rank_0(root)
     if not isinstance(root, FSDPModule):
         # the root's own parameters are used first in forward and last in backward: gathered once
-        fully_shard(root, mesh=groups.mesh, reshard_after_forward=False)
+        fully_shard(
+            root,
+            mesh=groups.mesh,
+            reshard_after_forward=False,
+            mp_policy=options.policy(with_output=True),
+            offload_policy=offload,
+        )
     for module in root.modules():
         if isinstance(module, FSDPModule):
             # gloo has no PREMUL_SUM, so the factor 1 needs plain sums as well (tried on torch 2.14)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _wrappable(root: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return those of ``modules`` that share no parameter with what is outside of them.
+
+    FSDP2 would shard a shared parameter twice, and its two halves would train apart; wrapped with what holds both
+    places, it is one.
+    """
+    places: dict[nn.Parameter, set[nn.Module]] = {}
+    for place in root.modules():
+        for parameter in place.parameters(recurse=False):
+            places.setdefault(parameter, set()).add(place)
+
+    def shares(module: nn.Module) -> bool:
+        inside = set(module.modules())
+        return any(not places[parameter] <= inside for parameter in module.parameters())
+
+    apart = [module for module in modules if shares(module)]
+    if apart:
+        names = [name for name, module in root.named_modules() if module in apart]
+        rank_zero_info(
+            f"hetero_fsdp: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''} share parameters with other "
+            "modules (tied weights), so they are gathered together with what holds both, at a cost in memory"
+        )
+    return [module for module in modules if module not in apart]
+
+
+def _say_what_stays(root: nn.Module, options: ShardingOptions) -> None:
+    names = [name or type(root).__name__ for name, module in root.named_modules() if isinstance(module, FSDPModule)]
+    given = [name for name in ("mixed_precision", "cpu_offload") if getattr(options, name)]
+    if names and given:
+        rank_zero_info(
+            f"hetero_fsdp: {' and '.join(given)} does nothing to what is sharded already (by configure_model, or by an "
+            f"earlier fit): {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
+        )
 
 
 def _check_meshes(root: nn.Module, groups: ShardGroups) -> None:
@@ -114,14 +170,6 @@ def _check_meshes(root: nn.Module, groups: ShardGroups) -> None:
             f"with another plan), and the plan shards over {planned}: leave fully_shard to the strategy, build the "
             "module anew, or use that plan"
         )
-
-
-def prefetch_blocks(units: Sequence[Unit], ahead: int = 1) -> None:
-    """Have each block gather the ``ahead`` next ones while it computes, in forward and in backward."""
-    blocks = [unit.module for unit in units if unit.is_block and isinstance(unit.module, FSDPModule)]
-    for i, block in enumerate(blocks):
-        block.set_modules_to_forward_prefetch(list(blocks[i + 1 : i + 1 + ahead]))
-        block.set_modules_to_backward_prefetch(list(reversed(blocks[max(0, i - ahead) : i])))
 
 
 def use_reduce_scatter(root: nn.Module, reduce_scatter: Any) -> None:
@@ -145,7 +193,12 @@ class _Broadcast:
         self._materialise(module)
         for tensor in self._pending(module):
             if dist.get_world_size() > 1:
-                dist.broadcast(tensor.detach(), src=0)
+                # NCCL takes nothing that is on the CPU still
+                value = tensor.detach()
+                sent = value.to(self.device)
+                dist.broadcast(sent, src=0)
+                if sent is not value:
+                    value.copy_(sent)
 
     def _pending(self, module: nn.Module) -> Iterator[Tensor]:
         for tensor in [*module.parameters(), *module.buffers()]:

@@ -47,6 +47,22 @@ class CheckedGradScaler(torch.amp.GradScaler):
         return found
 
 
+def finish_backward(root: FSDPModule) -> None:
+    """End a backward that ran inside ``root``'s forward: reduce gradients of its own parameters and shard them again.
+
+    ``FSDPState._root_post_backward_final_callback`` is what FSDP2 queues for the end of a backward by hooks on what
+    wrapped modules returned; a root within its forward has returned nothing. A second call finds nothing left to do.
+    """
+    root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def reshard(root: nn.Module) -> None:
+    """Free all gathered parameters in ``root``: ``parameters()`` are the shards then."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def batch_norms(module: nn.Module) -> dict[nn.Module, str]:
     """Return the layers that normalise over this rank's samples only, in training mode, and their names.
 

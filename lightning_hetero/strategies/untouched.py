@@ -34,7 +34,7 @@ Restore = Callable[[], Any]
 
 
 @contextmanager
-def untouched(module: pl.LightningModule, *, silence_logs: bool = True) -> Iterator[None]:
+def untouched(module: pl.LightningModule, *, silence_logs: bool = True, keep_numbers: bool = False) -> Iterator[None]:
     """Restore on exit what a step may change besides parameters and their gradients.
 
     Restored: random states, buffers, torchmetrics objects, and the tensors, containers and plain values
@@ -44,13 +44,15 @@ def untouched(module: pl.LightningModule, *, silence_logs: bool = True) -> Itera
         module: the user's module.
         silence_logs: make ``self.log`` do nothing meanwhile. A rank without samples logs, with weight 0, since logging
             may be a collective.
+        keep_numbers: leave numbers, truth values and texts as the step leaves them. By a counter a manual step decides
+            which optimizer steps, and that has to be the same on all ranks.
     """
     metrics = [child for child in module.modules() if isinstance(child, Metric)]
     inside_metrics = {part for metric in metrics for part in metric.modules()}
     children = [child for child in module.modules() if child not in inside_metrics]
     restore = [_keep_tensor(buffer) for child in children for buffer in child.buffers(recurse=False)]
     restore += [_keep_metric(metric) for metric in metrics]
-    restore += [_keep_attributes(child) for child in children]
+    restore += [_keep_attributes(child, not keep_numbers) for child in children]
     try:
         for child in torch_adapter.batch_norms(module):
             child.training = False  # in training mode it refuses a single sample, which is all that there may be
@@ -99,13 +101,16 @@ def _copy_state(value: Any) -> Any:
     return value
 
 
-def _keep_attributes(module: nn.Module) -> Restore:
+def _keep_attributes(module: nn.Module, numbers: bool) -> Restore:
     kept = {
         name: _keep(value)
         for name, value in module.__dict__.items()
         if name not in _NOT_USER_STATE
         and not name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
-        and isinstance(value, Tensor | list | dict | set | deque | int | float | str | bool | type(None))
+        and (
+            isinstance(value, Tensor | list | dict | set | deque)
+            or (isinstance(value, int | float | str | bool | type(None)) and (numbers or name == "training"))
+        )
     }
     return lambda: module.__dict__.update({name: back() for name, back in kept.items()})
 

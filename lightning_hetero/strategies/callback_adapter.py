@@ -1,0 +1,92 @@
+"""All that this package knows of the private parts of Lightning's callbacks (checked with 2.5 to 2.6.6).
+
+Each piece says which private name it touches and why nothing public will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch import callbacks
+from lightning.pytorch.tuner.lr_finder import _LRCallback
+from torch import Tensor, nn
+
+WeightAveraging: type[pl.Callback] | None = getattr(callbacks, "WeightAveraging", None)
+"""there from Lightning 2.6 on"""
+
+AVERAGING: tuple[type[pl.Callback], ...] = (
+    callbacks.StochasticWeightAveraging,
+    *((WeightAveraging,) if WeightAveraging else ()),
+)
+"""callbacks that hold a copy of the model"""
+
+
+def averaged_copies(trainer: pl.Trainer) -> Iterator[nn.Module]:
+    """Yield the copies of the module that callbacks average into.
+
+    Both kinds make theirs in ``setup``, before a strategy shards the module, and keep it in ``_average_model``, one of
+    them within torch's ``AveragedModel``. Neither has a setter.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        copy = getattr(callback, "_average_model", None) if isinstance(callback, AVERAGING) else None
+        if copy is not None:
+            yield copy if isinstance(callback, callbacks.StochasticWeightAveraging) else copy.module
+
+
+def states_of_copies(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the parts of a checkpoint that are state dicts of the module, each under the parameters' own names.
+
+    ``WeightAveraging`` puts the average in the place of the model and the model under ``current_model_state``;
+    ``StochasticWeightAveraging`` keeps the average in its own state. Neither name is documented.
+    """
+    for key in ("state_dict", "current_model_state"):
+        if isinstance(checkpoint.get(key), dict):
+            yield checkpoint[key]
+    states: Mapping[str, Any] = checkpoint.get("callbacks") or {}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, callbacks.StochasticWeightAveraging):
+            average = (states.get(callback.state_key) or {}).get("average_model_state")
+            if isinstance(average, dict):
+                yield average
+
+
+def forget_replaced_schedules(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
+    """Leave out the user's schedules where a checkpoint comes from after ``StochasticWeightAveraging`` replaced them.
+
+    The callback does so itself (``_clear_schedulers``) when it is restored before ``on_fit_start``, which is not so
+    for strategies that restore after set-up; its state has the schedule that goes on under ``scheduler_state``.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, callbacks.StochasticWeightAveraging):
+            state = (checkpoint.get("callbacks") or {}).get(callback.state_key) or {}
+            if state.get("scheduler_state") is not None:
+                callback._clear_schedulers(trainer)
+
+
+def searches_learning_rate(trainer: pl.Trainer) -> bool:
+    """Whether the fit at hand is the learning rate finder's, which puts its own ``_LRCallback`` in place of all."""
+    return any(isinstance(callback, _LRCallback) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def give_search_mean_losses(trainer: pl.Trainer, mean: Callable[[Tensor], Tensor]) -> None:
+    """Have the learning rate finder see the loss of the global batch, not this rank's.
+
+    It takes the loss from what ``on_train_batch_end`` is given.
+
+    Args:
+        trainer: whose fit is the finder's.
+        mean: this rank's loss -> the global batch's (a collective).
+    """
+
+    def with_mean(notes_loss: Callable[..., None]) -> Callable[..., None]:
+        def on_train_batch_end(trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+            notes_loss(trainer, module, {"loss": mean(loss)} if isinstance(loss, Tensor) else outputs, *args)
+
+        return on_train_batch_end
+
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, _LRCallback):
+            callback.on_train_batch_end = with_mean(callback.on_train_batch_end)  # type: ignore[method-assign]
