@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from benchmarks.rebalance.recovery import recovery
 from lightning_hetero.cluster import Cluster, Device, SpeedChange
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.plan import RankPrediction, ShardPlan
@@ -409,3 +410,16 @@ def test_an_emulated_device_that_throttles_is_found(ranks: WarmRanks) -> None:
     assert result["planned"][0] in (7, 8, 9)
     assert result["shares"][0] > result["planned"][0]
     assert "rank 1 (d1)" in result["said"][0]
+
+
+# -- the benchmark's figures -------------------------------------------------------------------------------------------
+
+
+def test_figures_of_the_benchmark() -> None:
+    good = recovery([1.0] * 10 + [2.0] * 12 + [1.04] * 16, 1.0, 10)
+    assert good["recovered"]
+    assert good["steps_to_recover"] == 12 - 1  # three steps at a time: the last slow one is outvoted
+    assert good["efficiency_at_once"] == 0.5
+    never = recovery([1.0] * 10 + [2.0] * 28, 1.0, 10)
+    assert not never["recovered"]
+    assert never["steps_to_recover"] is None
