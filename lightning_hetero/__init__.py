@@ -24,7 +24,7 @@ from lightning_hetero.plan import PipelinePlan, ShardPlan
 
 if TYPE_CHECKING:
     from lightning_hetero.callbacks import EmulatedDevices
-    from lightning_hetero.strategies import HeteroFSDPStrategy
+    from lightning_hetero.strategies import HeteroFSDPStrategy, Rebalance
 
 __version__ = "0.1.0"
 
@@ -39,7 +39,7 @@ __all__ = [
     "__version__",
 ]
 
-_LATER = {"EmulatedDevices": "callbacks", "HeteroFSDPStrategy": "strategies"}
+_LATER = {"EmulatedDevices": "callbacks", "HeteroFSDPStrategy": "strategies", "Rebalance": "strategies"}
 """names that need torch and Lightning, and where they are"""
 
 _STRATEGIES = {"hetero_fsdp": ("HeteroFSDPStrategy", "FSDP2 with batch shares by measured speed")}
@@ -71,6 +71,6 @@ def _discover(*, dtype: str, measure_speed: bool, measure_links: bool) -> Cluste
 
 
 if find_spec("torch") is not None and find_spec("lightning") is not None:
-    __all__ += ["EmulatedDevices", "HeteroFSDPStrategy"]
+    __all__ += ["EmulatedDevices", "HeteroFSDPStrategy", "Rebalance"]
     discovery.register(_discover)
     after_import("lightning.pytorch", _register_strategies)

@@ -1,5 +1,6 @@
 """The strategies: what runs a plan under Lightning."""
 
 from lightning_hetero.strategies.fsdp import HeteroFSDPStrategy
+from lightning_hetero.strategies.rebalance import Rebalance
 
-__all__ = ["HeteroFSDPStrategy"]
+__all__ = ["HeteroFSDPStrategy", "Rebalance"]

@@ -120,19 +120,19 @@ class Rebalancer:
     def begin_fit(self) -> None:
         """Take the plan that the fit begins with, or the moved shares that the run resumed from had."""
         plan, loader = self._strategy.plan, self._strategy.train_loader
+        self._forget()
+        if not isinstance(loader, UnevenLoader) and self._rule is not None and self._strategy.rebalance_is_asked:
+            rank_zero_info(
+                "hetero_fsdp: rebalance does nothing here, since each rank's batches are kept as the user makes them"
+            )
         if plan is None:
             return
-        self._forget()
         if all(prediction.busy_s > 0 for prediction in plan.predictions):
             self._expected_s = tuple(prediction.busy_s for prediction in plan.predictions) or None
         self._most_run = [0] * plan.world_size
         self.moves = self._restored(plan) or ShareMoves(plan)
         if isinstance(loader, UnevenLoader):
             self._strategy.plan = self.moves.at((loader.uneven.epoch, loader.uneven.first_batch))
-        elif self._rule is not None and self._strategy.rebalance_is_asked:
-            rank_zero_info(
-                "hetero_fsdp: rebalance does nothing here, since each rank's batches are kept as the user makes them"
-            )
 
     def _restored(self, plan: ShardPlan) -> ShareMoves | None:
         saved, self._saved = self._saved, None
