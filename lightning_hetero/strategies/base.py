@@ -301,6 +301,21 @@ class HeteroStrategy(ParallelStrategy):
             dist.all_reduce(total)
         return total.to(values.dtype)
 
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Return every rank's tensor, stacked in a new first dimension.
+
+        Raises:
+            UnsupportedError: where shapes differ, as they do when ranks' batches do; torch would hang or mix them up.
+        """
+        shapes = self.gather_objects(list(tensor.shape)) if group is None else []
+        if any(shape != shapes[0] for shape in shapes):
+            raise UnsupportedError(
+                f"all_gather of tensors of different shapes, by rank {', '.join(map(str, shapes))}: "
+                "ranks have batches of different sizes. Pad them to one size, use a torchmetrics object, or "
+                "self.trainer.strategy.gather_objects(tensor.cpu()), a list by rank"
+            )
+        return super().all_gather(tensor, group, sync_grads)
+
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over ranks, each rank counting once; what ``self.log`` logs is weighted elsewhere."""
         if isinstance(tensor, Tensor):

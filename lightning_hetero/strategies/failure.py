@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.strategies.peers import Peers, Store
@@ -72,10 +73,8 @@ class FailureWatch:
         if self._thread.is_alive():
             self._thread.join(timeout=5 * self.poll_s)
         if self._found is None:
-            try:
+            with suppress(RuntimeError):  # the store may have ended with rank 0
                 self.peers.leave()
-            except RuntimeError:
-                pass  # the store has ended with rank 0
 
     def publish(self, error: BaseException, where: str) -> None:
         """Write this rank's failure where the others look; only the first one of the run is kept."""
@@ -123,9 +122,9 @@ class FailureWatch:
 
     def _note_lost_store(self) -> None:
         """Take the store's end for rank 0's, which holds it, unless that one has ended well or is seen to live."""
-        if self._found is None and self.rank != 0 and not self.peers.zero_has_left:
-            if self.peers.zero_has_ended() is not False:
-                self._found = f"rank 0 failed {self._where()}: {_GONE}, and the process group's store with it"
+        unexplained = self._found is None and self.rank != 0 and not self.peers.zero_has_left
+        if unexplained and self.peers.zero_has_ended() is not False:
+            self._found = f"rank 0 failed {self._where()}: {_GONE}, and the process group's store with it"
 
     def wait_until_seen(self, world_size: int, timeout_s: float = 5.0) -> None:
         """Return when all ranks know of the first failure: for the rank whose end is the store's end."""

@@ -80,8 +80,8 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         wrap: classes whose instances are wrapped one by one; default: blocks found by structure.
         check_loss: what to do when the loss is not a mean over samples, or BatchNorm makes the result depend on the
             split: "warn", "error" or "off".
-        loss_weight: for losses that are means over other items than samples: what the loss of a batch counts for, such as
-            its unpadded tokens. Takes a batch as ``training_step``, ``validation_step`` and ``test_step`` do, returns a
+        loss_weight: for losses that are means over other items than samples: what the loss of a batch counts for, such
+            as its unpadded tokens. Takes a batch as ``training_step``, ``validation_step`` and ``test_step`` do, returns a
             number >= 0 or a tensor of one element; where a batch is cut, the parts' must add up to it. Default: the
             module's method ``loss_weight``, if it has one, else samples.
         rebalance: move batch shares in mid-run when what the ranks take, waiting for input included, drifts from what
@@ -256,6 +256,7 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
             self._layer_sync.apply(module)  # in place; BatchNorm over all ranks, whatever their shares
         self.model = self.precision_plugin.convert_module(module)
         self._shard(module)
+        self._manual.know(module)
         self.companions.join()
         if trainer.state.fn == TrainerFn.FITTING:
             if self.micro_batches_per_step() > 1 and not module.automatic_optimization:

@@ -61,7 +61,8 @@ class _PatientObserver(_ChildProcessObserver):
     _deadline_s: float | None = None
 
     def _run(self) -> bool:
-        if any([process.poll() for process in self._child_processes]):  # all of them: each poll reaps
+        codes = [process.poll() for process in self._child_processes]
+        if any(codes):
             if self._deadline_s is None:
                 self._deadline_s = time.monotonic() + self.grace_s
             if time.monotonic() < self._deadline_s:
@@ -343,7 +344,7 @@ def without_index_tracking(loader: Any) -> Any:
 
 
 def trainer_arguments() -> dict[str, Any]:
-    """Return ``devices``, ``precision`` and ``sync_batchnorm`` as passed to the Trainer being built; {} outside of that.
+    """Return ``devices``, ``precision`` and ``sync_batchnorm`` as passed to the Trainer being built; else {}.
 
     The connector replaces ``devices="auto"`` on CPU by 1 and ``precision="16-mixed"`` by ``bf16-mixed`` before a
     strategy can look, so the arguments are read from its ``__init__``, which is on the stack when it calls
