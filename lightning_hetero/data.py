@@ -199,7 +199,7 @@ class UnevenLoader:
         seed: int,
         announce: Callable[[tuple[int, ...]], None],
         agree: Agree,
-        micro_batches: Callable[[], int] = _one,
+        micro_batches: Callable[[], int] | None = None,
         split_at: SplitAt | None = None,
     ) -> None:
         batches = cast(BatchSampler, loader.batch_sampler)
@@ -208,7 +208,7 @@ class UnevenLoader:
         self.loader = with_batch_sampler(loader, self.uneven)
         self._announce = announce
         self._agree = agree
-        self._micro_batches = micro_batches
+        self._micro_batches = micro_batches or _one
         self._consumed = 0
         self._waited_s = 0.0
         self.on_start = _nothing

@@ -294,9 +294,10 @@ def test_a_resumed_run_goes_on_with_the_moved_shares(ranks: WarmRanks, tmp_path:
         assert result["lengths"] == [(6, 2)[rank]] * len(result["lengths"])
         assert result["moves"] == saved["moves"]
         assert result["losses"] == pytest.approx(still["losses"][29:], rel=0, abs=1e-10)
-    assert "goes on with the batch shares that had moved: 6, 2" in ranks.run(
-        2, moving, (4, 4), QUICK, seconds=slow, resume=path
-    )[0]["said"][0]
+    assert (
+        "goes on with the batch shares that had moved: 6, 2"
+        in ranks.run(2, moving, (4, 4), QUICK, seconds=slow, resume=path)[0]["said"][0]
+    )
 
 
 def test_other_ranks_or_a_rule_that_is_off_start_with_the_plan(ranks: WarmRanks, tmp_path: Path) -> None:

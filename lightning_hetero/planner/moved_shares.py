@@ -75,8 +75,7 @@ def faster_shares(
         high.append(limit if share else 0)
     shares = split_batch(per_sample, fixed, plan.global_batch_size, max_samples=high, min_samples=low)
     seconds_then = tuple(
-        f + s * share if share else own
-        for f, s, share, own in zip(fixed, per_sample, shares, measured_s, strict=True)
+        f + s * share if share else own for f, s, share, own in zip(fixed, per_sample, shares, measured_s, strict=True)
     )
     busiest = max(measured_s)
     gain = 1 - max(seconds_then) / busiest if busiest > 0 else 0.0
@@ -131,9 +130,7 @@ def moved_plan(plan: ShardPlan, move: Move, why: str) -> ShardPlan:
         A plan whose predictions are those of the move; of peak memory nothing is said.
     """
     step_s = max(move.seconds)
-    sizes = tuple(
-        -(-share // plan.micro_batches_of(plan.group_of(rank))) for rank, share in enumerate(move.shares)
-    )
+    sizes = tuple(-(-share // plan.micro_batches_of(plan.group_of(rank))) for rank, share in enumerate(move.shares))
     return replace(
         plan,
         batch_shares=move.shares,

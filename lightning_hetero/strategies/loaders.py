@@ -128,7 +128,8 @@ class Loaders:
             seed=default_seed(),
             announce=self._eval_sizes.append if evaluating else self._announce_train,
             agree=strategy.gather_numbers,
-            **({} if evaluating else {"micro_batches": strategy.micro_batches_per_step}),
+            micro_batches=None if evaluating else strategy.micro_batches_per_step,
+            split_at=None if evaluating else strategy.split_at,
         )
         if predicting:
             tracked = lightning_adapter.with_index_tracking(uneven.uneven, uneven.uneven.has_samples)

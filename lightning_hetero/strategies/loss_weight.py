@@ -131,7 +131,7 @@ class LossWeight:
         with torch.no_grad():
             weight = self._function(batch)
         try:
-            return float(weight)
+            return float(weight.detach() if isinstance(weight, Tensor) else weight)
         except (TypeError, ValueError, RuntimeError):
             found = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
             raise HeteroError(
@@ -162,7 +162,7 @@ def scaled(loss: Tensor, factor: float) -> Tensor:
     if factor != 0.0:
         return loss * factor
     _silence(loss.grad_fn)
-    nothing: Tensor = _Nothing.apply(loss)  # type: ignore[no-untyped-call]
+    nothing: Tensor = _Nothing.apply(loss)
     return nothing
 
 
