@@ -32,6 +32,7 @@ class Size:
     reshard: bool = True
     precision: str = "32-true"
     steps: int = 3
+    again: tuple[bool, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -88,6 +89,7 @@ def peaks_of_a_rank(size: Size) -> list[int]:
         (tuple(range(size.ranks)),),
         ("t",) * size.ranks,
         reshard_after_forward=size.reshard,
+        activation_checkpointing=size.again,
     )
     strategy = HeteroFSDPStrategy(
         cluster=Cluster("c", devices, emulate=True), plan=plan, check_loss="off", summary=False, **size.options

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_hetero.cluster.peaks import preset_for
 from lightning_hetero.plan import ShardPlan
-from lightning_hetero.plan.options import DTYPES, POLICY_DTYPES, Problem, hybrid_size, option_problems
+from lightning_hetero.plan.options import DTYPES, PLAN_OPTIONS, POLICY_DTYPES, Problem, hybrid_size, option_problems
 from lightning_hetero.strategies.groups import replicas_of
 from lightning_hetero.strategies.planning import Layout
 
@@ -175,8 +175,7 @@ class ShardingOptions:
 
     def given(self) -> dict[str, Any]:
         """Return the options that were given, as a plan holds them: all but how the model is sharded."""
-        names = [field.name for field in fields(self) if field.name not in ("sharding_strategy", "reshard_after_forward")]
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {name: getattr(self, name) for name in PLAN_OPTIONS if getattr(self, name) is not None}
 
     def with_plan(self, plan: ShardPlan) -> ShardingOptions:
         """Return these options, and those of a plan that they agree with."""
@@ -278,8 +277,10 @@ def _plain_policy(policy: object) -> Any:
         policy = plain | ({} if policy.cast_forward_inputs else {"cast_forward_inputs": False})
     if not isinstance(policy, Mapping):
         return policy
-    return {key: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-            for key, value in policy.items()}
+    return {
+        key: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+        for key, value in policy.items()
+    }
 
 
 def _same(mine: object, theirs: object) -> bool:

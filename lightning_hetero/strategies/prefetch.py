@@ -9,7 +9,8 @@ In a backward of blocks 2, 1, 0, with two all-gathers in flight::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +36,8 @@ def order_gathers(
         reduce_scatter: reduces gradients on gloo, where nothing runs ahead unless it is asked for; None on NCCL, where
             FSDP2's own prefetch is kept if it does what the options say.
     """
-    modules = [module for module in root.modules() if isinstance(module, FSDPModule)]
-    blocks = [unit.module for unit in units if unit.is_block and isinstance(unit.module, FSDPModule)]
+    modules: list[FSDPModule] = [module for module in root.modules() if isinstance(module, FSDPModule)]
+    blocks: list[FSDPModule] = [u.module for u in units if u.is_block and isinstance(u.module, FSDPModule)]
     on_gloo = reduce_scatter is not None
     ahead = len(blocks) if options.gathers_ahead is None else options.gathers_ahead
     when = options.backward if ahead else "NONE"
@@ -54,7 +55,8 @@ def order_gathers(
         places = {block: index for index, block in enumerate(blocks)}
         for module in modules:
             after = _before(blocks, places.get(module, 0), ahead) if when == "BACKWARD_POST" else []
-            module.set_custom_reduce_scatter(UnitReduceScatter(shared, _trained_dtype(module), after))
+            comm: Any = UnitReduceScatter(shared, _trained_dtype(module), after)  # torch's base class is private
+            module.set_custom_reduce_scatter(comm)
 
 
 class UnitReduceScatter:
@@ -101,22 +103,13 @@ def _before(blocks: Sequence[FSDPModule], index: int, count: int) -> list[FSDPMo
     return list(reversed(blocks[max(0, index - count) : index]))
 
 
-def _trained_dtype(module: FSDPModule) -> torch.dtype | None:
+def _trained_dtype(module: Any) -> torch.dtype | None:
     """Return the type of the trained parameters that FSDP2 gathers with ``module``; it takes one type only."""
-    return next((p.dtype for p in own_parameters(module) if p.requires_grad), None)
-
-
-def own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a wrapped module without those of wrapped modules inside it."""
+    wrapped: nn.Module = module
     inner = {
         parameter
-        for child in module.modules()
+        for child in wrapped.modules()
         if child is not module and isinstance(child, FSDPModule)
-        for parameter in _parameters(child)
+        for parameter in child.parameters()
     }
-    return [parameter for parameter in module.parameters() if parameter not in inner]
-
-
-def _parameters(module: object) -> Iterable[nn.Parameter]:
-    assert isinstance(module, nn.Module)
-    return module.parameters()
+    return next((p.dtype for p in wrapped.parameters() if p.requires_grad and p not in inner), None)

@@ -6,6 +6,7 @@ gradient of the mean over the global batch (DESIGN section 5).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -146,14 +147,21 @@ def _wrappable(root: nn.Module, modules: Sequence[nn.Module]) -> list[nn.Module]
     return [module for module in modules if module not in apart]
 
 
+_SHARDED_UNDER: weakref.WeakKeyDictionary[nn.Module, tuple[Any, bool]] = weakref.WeakKeyDictionary()
+"""mixed precision and CPU offload that a model was sharded with by an earlier fit"""
+
+
 def _say_what_stays(root: nn.Module, options: ShardingOptions) -> None:
+    """Say where options come too late: what is sharded keeps what it was sharded with."""
     names = [name or type(root).__name__ for name, module in root.named_modules() if isinstance(module, FSDPModule)]
-    given = [name for name in ("mixed_precision", "cpu_offload") if getattr(options, name)]
-    if names and given:
+    asked = (options.mixed_precision, bool(options.cpu_offload))
+    if names and asked != _SHARDED_UNDER.get(root, (None, False)):
         rank_zero_info(
-            f"hetero_fsdp: {' and '.join(given)} does nothing to what is sharded already (by configure_model, or by an "
-            f"earlier fit): {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
+            f"hetero_fsdp: mixed_precision={asked[0]!r} and cpu_offload={asked[1]} does nothing to what is sharded "
+            f"already (by configure_model, or an earlier fit): {', '.join(names[:4])}"
         )
+    if not names:
+        _SHARDED_UNDER[root] = asked
 
 
 def _check_meshes(root: nn.Module, groups: ShardGroups) -> None:
