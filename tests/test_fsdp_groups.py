@@ -6,7 +6,6 @@ from itertools import product
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,7 +31,8 @@ SHARES = {4: (5, 2, 1, 4), 5: (3, 2, 1, 4, 2)}
 def fit_for(layout: str, **changes: Any) -> Fit:
     groups = LAYOUTS[layout]
     ranks = sum(map(len, groups))
-    return Fit(shares=SHARES[ranks], epochs=4, groups=groups).on(**changes)
+    epochs = 6 if changes.get("accumulate") == 3 else 2  # 10 steps and more
+    return Fit(shares=SHARES[ranks], epochs=epochs, groups=groups).on(**changes)
 
 
 PAIRS = {
@@ -93,14 +93,14 @@ def test_micro_batches_give_what_one_device_gives(ranks: WarmRanks, name: str) -
 
 
 class AllReduces(TorchDispatchMode):
-    """Elements of every all-reduce that this rank takes part in."""
+    """Elements of every all-reduce that this rank takes part in and not all ranks do (logged values are all ranks')."""
 
     def __init__(self) -> None:
         super().__init__()
         self.elements: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "allreduce_" in str(func):
+        if "allreduce_" in str(func) and dist.ProcessGroup.unbox(args[1]).size() < dist.get_world_size():
             self.elements.append(sum(tensor.numel() for tensor in args[0]))
         return func(*args, **(kwargs or {}))
 
@@ -124,6 +124,5 @@ def traffic_of_a_rank(fit: Fit) -> tuple[list[int], int, int]:
 def test_what_crosses_is_what_ownership_says(ranks: WarmRanks, accumulate: int) -> None:
     fit = fit_for("2,3", accumulate=accumulate)
     for elements, expected, runs in ranks.run(fit.ranks, traffic_of_a_rank, fit):
-        large = [count for count in elements if count > 2]  # logged values are pairs
         # two steps; one number beside each run says whether there is a gradient
-        assert sum(large) == 2 * (expected + runs)
+        assert sum(elements) == 2 * (expected + runs)

@@ -29,18 +29,18 @@ def hetero_fsdp(case: Case, rank: int, gate: Gate) -> None:
     """Our strategy, which measures the ranks and splits the batch by itself."""
     # the cluster file turns the emulation on by itself
     strategy = HeteroFSDPStrategy(cluster=case.cluster_path)
-    _fit(case, DigitClassifier(case.size), strategy, _slowness(case, emulate=False), gate)
+    fit(case, DigitClassifier(case.size), strategy, _slowness(case, emulate=False), gate)
 
 
 def even_fsdp2(case: Case, rank: int, gate: Gate) -> None:
     """Lightning's own FSDP2 strategy, every rank with the same number of samples."""
     strategy = ModelParallelStrategy(data_parallel_size=case.world_size, tensor_parallel_size=1)
-    _fit(case, FullyShardedDigitClassifier(case.size), strategy, _slowness(case, emulate=True), gate)
+    fit(case, FullyShardedDigitClassifier(case.size), strategy, _slowness(case, emulate=True), gate)
 
 
 def solo(case: Case, rank: int, gate: Gate) -> None:
     """One device alone, without any parallel strategy; ``case`` is that of :func:`solo_case`."""
-    _fit(case, DigitClassifier(case.size), "auto", _slowness(case, emulate=True), gate)
+    fit(case, DigitClassifier(case.size), "auto", _slowness(case, emulate=True), gate)
 
 
 def solo_case(case: Case, rank: int, cluster_path: Any) -> Case:
@@ -69,7 +69,7 @@ def hetero_equal(case: Case, rank: int, gate: Gate) -> None:
         reshard_after_forward=True,
     )
     strategy = HeteroFSDPStrategy(cluster, plan)
-    _fit(case, DigitClassifier(case.size), strategy, [], gate)
+    fit(case, DigitClassifier(case.size), strategy, [], gate)
 
 
 def plain_fsdp2(case: Case, rank: int, gate: Gate) -> None:
@@ -103,7 +103,7 @@ def _slowness(case: Case, emulate: bool) -> list[Callback]:
     return []
 
 
-def _fit(case: Case, module: LightningModule, strategy: Any, callbacks: list[Callback], gate: Gate) -> None:
+def fit(case: Case, module: LightningModule, strategy: Any, callbacks: list[Callback], gate: Gate) -> None:
     trainer = Trainer(
         accelerator="cpu",
         devices=case.world_size,

@@ -30,13 +30,13 @@ def measure_case(case: Case, effort: Effort, progress: Progress) -> dict[str, Ar
         for kind, rank in case.rank_of_kind().items():
             alone = arms.solo_case(case, rank, Path(folder) / f"rank{rank}.yaml")
             plan[solo_name(kind)] = (arms.solo, alone)
-        return _alternate(case.name, plan, effort, progress)
+        return alternate(case.name, plan, effort, progress)
 
 
 def measure_overhead(case: Case, effort: Effort, progress: Progress) -> dict[str, ArmTimes]:
     """Measure hetero_fsdp and a plain FSDP2 loop on equal devices; returns times by arm name."""
     plan: dict[str, tuple[Arm, Case]] = {HETERO: (arms.hetero_equal, case), PLAIN: (arms.plain_fsdp2, case)}
-    return _alternate(case.name, plan, effort, progress)
+    return alternate(case.name, plan, effort, progress)
 
 
 def steps_of_case(case: Case, effort: Effort) -> int:
@@ -44,7 +44,7 @@ def steps_of_case(case: Case, effort: Effort) -> int:
     return (2 + len(case.rank_of_kind())) * effort.steps_per_arm
 
 
-def _alternate(
+def alternate(
     title: str, plan: Mapping[str, tuple[Arm, Case]], effort: Effort, progress: Progress
 ) -> dict[str, ArmTimes]:
     times = {name: ArmTimes(case.global_batch) for name, (_, case) in plan.items()}

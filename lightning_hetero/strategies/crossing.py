@@ -86,8 +86,10 @@ class Crossing:
         self.is_last = False
         names = {parameter: name for name, parameter in root.named_parameters()}
         wrapped = [module for module in root.modules() if isinstance(module, FSDPModule)]
+        managed: set[nn.Parameter] = set()  # a tied parameter is managed by the first module that has it
+        units = {module: _unit_of(module, names, ownership, rank, managed) for module in [*wrapped[1:], wrapped[0]]}
         modules = [*reversed(wrapped[1:]), wrapped[0]]  # as backward goes; FSDP2 reduces the root last
-        self._units = [_unit_of(module, names, ownership, rank) for module in modules]
+        self._units = [units[module] for module in modules]
         self._next = 0
         self._reduced: list[_Unit] = []
         self._settled = 0
@@ -165,8 +167,14 @@ def _counted(unit: _Unit) -> Callable[..., None]:
     return count
 
 
-def _unit_of(module: nn.Module, names: Mapping[nn.Parameter, str], ownership: Ownership, rank: int) -> _Unit:
-    inner = {
+def _unit_of(
+    module: nn.Module,
+    names: Mapping[nn.Parameter, str],
+    ownership: Ownership,
+    rank: int,
+    managed: set[nn.Parameter],
+) -> _Unit:
+    inner = managed | {
         parameter
         for child in module.modules()
         if child is not module and isinstance(child, FSDPModule)
@@ -176,6 +184,7 @@ def _unit_of(module: nn.Module, names: Mapping[nn.Parameter, str], ownership: Ow
     for parameter in module.parameters():
         if parameter in inner:
             continue
+        managed.add(parameter)
         for piece in ownership.of_rank(rank, names[parameter]):
             offset = ownership.start(rank, piece.parameter)
             run = _Run(parameter, piece.start - offset, piece.stop - offset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,7 @@ class FirstBatch:
             batch = self.batch(samples)
             self._instruments.take_peak_bytes()
             self._instruments.timer.take_s()
+            began_s = time.perf_counter()
             with self._instruments.step(batch):
                 loss = self._step(batch)
                 self.forget_gradients()
@@ -81,7 +83,8 @@ class FirstBatch:
                     # a share of zero leaves no gradient behind, and costs what a real one costs
                     (loss * 0.0).backward()  # type: ignore[no-untyped-call]
             busy_s = self._instruments.timer.take_s()
-        return StepMeasurement(busy_s, self._instruments.take_peak_bytes())
+            wall_s = time.perf_counter() - began_s
+        return StepMeasurement(busy_s, self._instruments.take_peak_bytes(), wall_s)
 
     def count_flops(self) -> float:
         """Return the FLOPs of forward and backward of one sample."""

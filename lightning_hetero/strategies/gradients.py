@@ -30,16 +30,17 @@ class GradientReduction:
 
     Attributes:
         parameters: the shards. Between forward and backward ``module.parameters()`` may be the gathered ones.
+        reduce_scatter: what reduces within the group beside the backward; None where streams do so.
     """
 
     def __init__(self, module: nn.Module, groups: ShardGroups, device: torch.device) -> None:
         self.parameters = list(module.parameters())
         self._module = module
         self._is_native = groups.is_native
-        self._reduce_scatter: OverlappedReduceScatter | None = None
+        self.reduce_scatter: OverlappedReduceScatter | None = None
         if device.type == "cpu":
-            self._reduce_scatter = OverlappedReduceScatter()
-            use_reduce_scatter(module, self._reduce_scatter)
+            self.reduce_scatter = OverlappedReduceScatter()
+            use_reduce_scatter(module, self.reduce_scatter)
         self._crossing: Crossing | None = None
         if groups.crosses:
             ownership = Ownership(
@@ -52,7 +53,7 @@ class GradientReduction:
             )
 
     def _reductions_running(self) -> int:
-        return 0 if self._reduce_scatter is None else self._reduce_scatter.running
+        return 0 if self.reduce_scatter is None else self.reduce_scatter.running
 
     @property
     def crosses(self) -> bool:
@@ -73,7 +74,7 @@ class GradientReduction:
             complete: whether gradients that are there already have crossed (manual optimization may call backward
                 several times): they are left out of this crossing.
         """
-        reduction, crossing = self._reduce_scatter, self._crossing
+        reduction, crossing = self.reduce_scatter, self._crossing
         earlier = EarlierGradients(self.parameters) if complete and crossing is not None else None
         if earlier is not None:
             earlier.set_aside()

@@ -16,7 +16,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def replicas_of(groups: Sequence[Sequence[int]], modes: Sequence[str]) -> Groups:
-    """Return the sets of ranks that together hold one copy of the model, in the order of their meshes.
+    """Return the sets of ranks that together hold one copy of the model, ascending: process groups sort their ranks.
 
     Args:
         groups: of the plan.
@@ -24,7 +24,7 @@ def replicas_of(groups: Sequence[Sequence[int]], modes: Sequence[str]) -> Groups
     """
     found: list[tuple[int, ...]] = []
     for group, mode in zip(groups, modes, strict=True):
-        found += [(rank,) for rank in group] if mode == "NO_SHARD" else [tuple(group)]
+        found += [(rank,) for rank in group] if mode == "NO_SHARD" else [tuple(sorted(group))]
     return tuple(found)
 
 

@@ -297,6 +297,7 @@ def put_micro_batch(trainer: pl.Trainer, batch: Any) -> None:
     """
     results = trainer.fit_loop.epoch_loop._results
     results._batch = batch  # type: ignore[attr-defined]
+    results.batch_size = None  # which Lightning looks for once a step
 
 
 def keep_users_samplers(trainer: pl.Trainer) -> None:

@@ -59,6 +59,8 @@ class MicroBatchSteps:
         self._sizes = even_parts(strategy.step_samples(), len(batches))
         earlier = EarlierGradients(strategy.gradients.parameters)
         earlier.set_aside()
+        if not strategy.keeps_gradients():
+            earlier.forget()  # of the step before: Lightning is about to zero them, and memory is what is short
         losses: list[Tensor | None] = []
         output = None
         try:
@@ -105,6 +107,10 @@ class EarlierGradients:
         self._kept = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
+
+    def forget(self) -> None:
+        """Drop what was set aside."""
+        self._kept = [None] * len(self._kept)
 
     def exchange(self) -> None:
         """Put back what was set aside, and set aside what is there."""

@@ -120,6 +120,9 @@ class Opening:
             assert kept is not None
             rank_zero_info(f"hetero_fsdp: the ranks' speeds are those measured in an earlier run ({cache.folder})")
             return kept
+        if strategy.options.compile:
+            for samples in sorted({1, min(2, max_samples)}):  # the sizes that torch compiles apart
+                first.measure_step(samples)
         own = measure_rank(
             first.measure_step,
             max_samples,
@@ -127,6 +130,8 @@ class Opening:
             resident_bytes=planning.local_bytes(self._module.parameters()),
         )
         first.forget_gradients()
+        trained = (parameter for parameter in self._module.parameters() if parameter.requires_grad)
+        own = replace(own, gradient_bytes=planning.local_bytes(trained))
         if key is not None:
             cache.store(key, asdict(own))
         return own
@@ -147,8 +152,10 @@ class Opening:
                 "max_samples": max_samples,
                 "memory_bytes": device.memory_bytes,
                 "reshard_after_forward": strategy.reshards,
+                "options": strategy.options,
                 "step": _code_of(type(module).training_step),
                 "costs": strategy.costs,
+                "speed_factor": device.speed_factor(module.trainer.global_step) if strategy.cluster.emulate else 1.0,
             },
         )
 

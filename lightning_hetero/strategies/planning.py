@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.plan import ModelKey, ShardPlan
+from lightning_hetero.planner.measured import MeasuredRanks, plan_measured
 from lightning_hetero.planner.one_group import plan_one_group
 from lightning_hetero.strategies.probe import RankMeasurement
 
@@ -20,17 +21,19 @@ SAME_CLASS = 0.05
 """devices of one type whose measured speeds differ by less than this share count as equal"""
 
 
-@dataclass(frozen=True)
-class Costs:
-    """What the plan is made from, per rank."""
+class Layout(NamedTuple):
+    """Who shards with whom.
 
-    seconds_per_sample: tuple[float, ...]
-    fixed_seconds: tuple[float, ...]
-    fixed_bytes: tuple[int, ...] | None
-    bytes_per_sample: tuple[float, ...] | None
+    Args:
+        groups: of ranks; each rank is in one.
+        modes: how each group holds the model.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    modes: tuple[str, ...]
 
 
-def pool_measurements(measured: Sequence[RankMeasurement], device_types: Sequence[str]) -> Costs:
+def pool_measurements(measured: Sequence[RankMeasurement], device_types: Sequence[str]) -> MeasuredRanks:
     """Put the ranks' measurements together; devices of a type that measured about alike count as one class.
 
     Each rank's measurement is noisy; a class's median is less so, and equal devices then get equal shares.
@@ -51,11 +54,14 @@ def pool_measurements(measured: Sequence[RankMeasurement], device_types: Sequenc
     base = [m.base_bytes for m in measured]
     growth = [m.bytes_per_sample for m in measured]
     counted = all(b is not None for b in base) and all(g is not None for g in growth)
-    return Costs(
+    return MeasuredRanks(
         tuple(per_sample),
         tuple(fixed),
         tuple(b for b in base if b is not None) if counted else None,
         tuple(g for g in growth if g is not None) if counted else None,
+        tuple(m.gradient_bytes for m in measured),
+        # the slowest rank waits for nobody: what it has beside its units is nobody's waiting
+        min(m.overhead_s for m in measured),
     )
 
 
@@ -96,18 +102,23 @@ def local_bytes(parameters: Iterable[Tensor]) -> int:
 
 
 def plan_from(
-    cluster: Cluster, model: ModelKey, global_batch_size: int, costs: Costs, *, reshard_after_forward: bool
+    cluster: Cluster,
+    model: ModelKey,
+    global_batch_size: int,
+    costs: MeasuredRanks,
+    layout: Layout,
+    *,
+    micro_batches: bool,
 ) -> ShardPlan:
-    """Return the plan with the fastest predicted step that fits every device's memory."""
-    return plan_one_group(
+    """Return the plan for these groups with the fastest predicted step that fits every device's memory."""
+    return plan_measured(
         cluster,
-        model=model,
+        costs,
         global_batch_size=global_batch_size,
-        seconds_per_sample=costs.seconds_per_sample,
-        fixed_seconds=costs.fixed_seconds,
-        fixed_bytes=costs.fixed_bytes,
-        bytes_per_sample=costs.bytes_per_sample,
-        reshard_after_forward=reshard_after_forward,
+        groups=layout.groups,
+        modes=layout.modes,
+        model=model,
+        micro_batches=micro_batches,
     )
 
 

@@ -31,6 +31,8 @@ class RankMeasurement:
         base_bytes: memory at a step without samples, by the line through both sizes and no less than what is
             resident; None where none is counted.
         bytes_per_sample: what each sample adds to the peak; None where none is counted.
+        overhead_s: what a step takes beside the units, waiting for others included: communication, and Python.
+        gradient_bytes: of the rank's shards of all gradients, which a step of several micro-batches holds beside that.
     """
 
     samples: int
@@ -38,14 +40,17 @@ class RankMeasurement:
     fixed_s: float
     base_bytes: int | None = None
     bytes_per_sample: float | None = None
+    overhead_s: float = 0.0
+    gradient_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class StepMeasurement:
-    """One step: busy seconds and, where the device counts it, peak bytes."""
+    """One step: busy seconds, peak bytes where the device counts them, and seconds from start to end."""
 
     busy_s: float
     peak_bytes: int | None
+    wall_s: float = 0.0
 
 
 def measure_rank(
@@ -84,11 +89,12 @@ def measure_rank(
         large.append(run(samples))
     step_s = min(m.busy_s for m in large)
     fixed_s = _intercept(few, min(m.busy_s for m in small), samples, step_s)
+    overhead_s = max(0.0, min(m.wall_s - m.busy_s for m in (*small, *large)))
     peaks = (small[-1].peak_bytes, large[-1].peak_bytes)
     if one.peak_bytes is None or peaks[0] is None or peaks[1] is None:
-        return RankMeasurement(samples, step_s, fixed_s)
+        return RankMeasurement(samples, step_s, fixed_s, overhead_s=overhead_s)
     base_bytes = _base_bytes(few, peaks[0], samples, peaks[1], resident_bytes)
-    return RankMeasurement(samples, step_s, fixed_s, base_bytes, (peaks[1] - base_bytes) / samples)
+    return RankMeasurement(samples, step_s, fixed_s, base_bytes, (peaks[1] - base_bytes) / samples, overhead_s)
 
 
 def _rungs(max_samples: int) -> int:

@@ -1,0 +1,214 @@
+"""Shares and micro-batches of given shard groups, from what their ranks measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_hetero.cluster import Cluster
+from lightning_hetero.errors import InfeasibleError
+from lightning_hetero.plan import ModelKey, RankPrediction, ShardPlan
+from lightning_hetero.planner.batch import slowest_seconds, split_batch
+from lightning_hetero.planner.one_group import plan_one_group
+from lightning_hetero.units import format_bytes, format_seconds
+
+WORTH_IT = 0.01
+"""a step must become faster by this share for another micro-batch"""
+
+
+@dataclass(frozen=True)
+class MeasuredRanks:
+    """What the ranks measured.
+
+    Args:
+        seconds_per_sample: of forward and backward, per rank.
+        fixed_seconds: of a micro-batch, whatever its samples.
+        fixed_bytes: without samples; None where memory is not counted.
+        bytes_per_sample: what each sample of a micro-batch adds; None where memory is not counted.
+        accumulating_bytes: what a step of several micro-batches holds beside that: the gradients of earlier ones.
+        overhead_s: what a micro-batch takes beside computing: communication that does not hide, and Python.
+    """
+
+    seconds_per_sample: Sequence[float]
+    fixed_seconds: Sequence[float]
+    fixed_bytes: Sequence[int] | None = None
+    bytes_per_sample: Sequence[float] | None = None
+    accumulating_bytes: Sequence[int] | None = None
+    overhead_s: float = 0.0
+
+
+def plan_measured(
+    cluster: Cluster,
+    ranks: MeasuredRanks,
+    *,
+    global_batch_size: int,
+    groups: tuple[tuple[int, ...], ...],
+    modes: tuple[str, ...],
+    model: ModelKey | None = None,
+    micro_batches: bool = True,
+) -> ShardPlan:
+    """The fastest shares for these groups under memory; more and smaller micro-batches where memory is what limits.
+
+    Rank r of a group with m micro-batches is busy for ``m * fixed_seconds[r] + seconds_per_sample[r] * share`` seconds,
+    takes ``m * overhead_s`` beside that, and holds ``ceil(share / m)`` samples at once.
+
+    Args:
+        cluster: one device per rank.
+        ranks: what was measured.
+        global_batch_size: samples per optimizer step over all ranks.
+        groups: ranks that shard together.
+        modes: of each group.
+        model: what the plan is for.
+        micro_batches: whether a step may have several.
+
+    Returns:
+        The plan, with a prediction per rank and its reasons.
+
+    Raises:
+        InfeasibleError: as of :func:`~lightning_hetero.planner.one_group.plan_one_group`; with micro-batches, only if a
+            rank cannot hold a single sample.
+        HeteroError: if an argument is malformed.
+    """
+    plain: ShardPlan | None = None
+    try:
+        plain = plan_one_group(
+            cluster,
+            global_batch_size=global_batch_size,
+            seconds_per_sample=ranks.seconds_per_sample,
+            fixed_seconds=ranks.fixed_seconds,
+            fixed_bytes=ranks.fixed_bytes,
+            bytes_per_sample=ranks.bytes_per_sample,
+            model=model,
+        )
+    except InfeasibleError:
+        if not micro_batches or ranks.fixed_bytes is None or not _holds_a_sample(cluster, ranks):
+            raise
+    best = None if plain is None else _with_overhead(_as_groups(plain, groups, modes), ranks.overhead_s)
+    if micro_batches and ranks.fixed_bytes is not None:
+        for counts in _counts(cluster, ranks, groups, global_batch_size):
+            tried = _with_micro_batches(cluster, ranks, groups, modes, counts, global_batch_size, model)
+            if tried is not None and (best is None or _step_s(tried) < _step_s(best) * (1 - WORTH_IT)):
+                best = tried
+    if best is None:
+        raise InfeasibleError(
+            f"no number of micro-batches lets the ranks hold {global_batch_size} samples a step: use activation "
+            "checkpointing, or leave the smallest device out"
+        )
+    return best
+
+
+def _with_overhead(plan: ShardPlan, overhead_s: float) -> ShardPlan:
+    """The plan of one micro-batch a step, with what its step takes beside computing."""
+    if not overhead_s:
+        return plan
+    computing_s = plan.predicted_step_s or 0.0
+    step_s = computing_s + overhead_s
+    predictions = tuple(RankPrediction.of(each.busy_s, step_s, each.peak_memory_bytes) for each in plan.predictions)
+    reason = f"beside computing, a step takes {format_seconds(overhead_s)}, as measured: communication, and Python"
+    return replace(plan, predicted_step_s=step_s, predictions=predictions, reasons=(*plan.reasons, reason))
+
+
+def _as_groups(plan: ShardPlan, groups: tuple[tuple[int, ...], ...], modes: tuple[str, ...]) -> ShardPlan:
+    reshards = "FULL_SHARD" in modes
+    if len(groups) == 1:
+        return replace(
+            plan, groups=groups, modes=modes if modes[0] == "NO_SHARD" else (), reshard_after_forward=reshards
+        )
+    shown = ", ".join(f"{list(group)} {mode}" for group, mode in zip(groups[:4], modes, strict=False))
+    reasons = (f"{len(groups)} shard groups: {shown}{', ...' if len(groups) > 4 else ''}", *plan.reasons[1:])
+    return replace(plan, groups=groups, modes=modes, reshard_after_forward=reshards, reasons=reasons)
+
+
+def _holds(cluster: Cluster, ranks: MeasuredRanks, rank: int, is_split: bool) -> int:
+    """The most samples of a micro-batch of ``rank``, under 0 where not even its states fit."""
+    assert ranks.fixed_bytes is not None
+    assert ranks.bytes_per_sample is not None
+    extra = ranks.accumulating_bytes[rank] if is_split and ranks.accumulating_bytes is not None else 0
+    free = cluster.devices[rank].memory_bytes - ranks.fixed_bytes[rank] - extra
+    if free < 0:
+        return -1
+    each = ranks.bytes_per_sample[rank]
+    return int(free / each) if each > 0 else 2**31
+
+
+def _holds_a_sample(cluster: Cluster, ranks: MeasuredRanks) -> bool:
+    return all(_holds(cluster, ranks, rank, is_split=True) >= 1 for rank in range(cluster.world_size))
+
+
+def _counts(
+    cluster: Cluster, ranks: MeasuredRanks, groups: tuple[tuple[int, ...], ...], global_batch_size: int
+) -> Iterator[tuple[int, ...]]:
+    """Numbers of micro-batches per group: those that let shares follow speed for growing parts of the step.
+
+    Shares without any limit take ``T`` seconds; for each of some times from ``T`` on, a group takes the fewest
+    micro-batches that let its ranks do as much as they can in that time.
+    """
+    free = split_batch(ranks.seconds_per_sample, ranks.fixed_seconds, global_batch_size, min_samples=1)
+    for slack in (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.35, 0.2):
+        counts = []
+        for group in groups:
+            needed = 1
+            for rank in group:
+                if free[rank] * slack > _holds(cluster, ranks, rank, is_split=False):
+                    held = max(1, _holds(cluster, ranks, rank, is_split=True))
+                    needed = max(needed, -(-int(free[rank] * slack) // held))
+            counts.append(needed)
+        if max(counts) == 1:
+            return
+        yield tuple(counts)
+
+
+def _with_micro_batches(
+    cluster: Cluster,
+    ranks: MeasuredRanks,
+    groups: tuple[tuple[int, ...], ...],
+    modes: tuple[str, ...],
+    counts: tuple[int, ...],
+    global_batch_size: int,
+    model: ModelKey | None,
+) -> ShardPlan | None:
+    count_of = {rank: count for group, count in zip(groups, counts, strict=True) for rank in group}
+    world = range(cluster.world_size)
+    fixed = [ranks.fixed_seconds[rank] * count_of[rank] for rank in world]
+    limits = [_holds(cluster, ranks, rank, is_split=count_of[rank] > 1) * count_of[rank] for rank in world]
+    if min(limits) < 1 or sum(limits) < global_batch_size:
+        return None
+    taken = [own + ranks.overhead_s * count_of[rank] for rank, own in enumerate(fixed)]
+    shares = split_batch(ranks.seconds_per_sample, taken, global_batch_size, max_samples=limits, min_samples=1)
+    step_s = slowest_seconds(ranks.seconds_per_sample, taken, shares)
+    sizes = tuple(-(-share // count_of[rank]) for rank, share in enumerate(shares))
+    assert ranks.fixed_bytes is not None
+    assert ranks.bytes_per_sample is not None
+    predictions = []
+    for rank, share in enumerate(shares):
+        extra = ranks.accumulating_bytes[rank] if ranks.accumulating_bytes is not None and count_of[rank] > 1 else 0
+        peak = ranks.fixed_bytes[rank] + extra + round(ranks.bytes_per_sample[rank] * sizes[rank])
+        busy_s = fixed[rank] + ranks.seconds_per_sample[rank] * share
+        predictions.append(RankPrediction.of(busy_s, step_s, peak))
+    split = [
+        f"ranks {list(group)} run {count} micro-batches of at most {max(sizes[r] for r in group)} samples: more at "
+        f"once do not fit {format_bytes(min(cluster.devices[r].memory_bytes for r in group))}"
+        for group, count in zip(groups, counts, strict=True)
+        if count > 1
+    ]
+    return ShardPlan(
+        global_batch_size=global_batch_size,
+        batch_shares=shares,
+        groups=groups,
+        device_types=cluster.device_types(),
+        model=model,
+        reshard_after_forward="FULL_SHARD" in modes,
+        predicted_step_s=step_s,
+        predictions=tuple(predictions),
+        reasons=(
+            f"{len(groups)} shard group(s); the slowest rank takes {format_seconds(step_s)}",
+            *split,
+        ),
+        modes=modes,
+        micro_batches=counts,
+        micro_batch_sizes=sizes,
+    )
+
+
+def _step_s(plan: ShardPlan) -> float:
+    return plan.predicted_step_s or float("inf")

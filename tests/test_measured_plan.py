@@ -1,0 +1,133 @@
+"""Plans of given groups by what ranks measured: micro-batches where memory is what limits, and only there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_hetero.cluster import Cluster, Device
+from lightning_hetero.errors import InfeasibleError
+from lightning_hetero.planner.measured import MeasuredRanks, plan_measured
+from lightning_hetero.planner.one_group import plan_one_group
+
+FAST_SMALL = MeasuredRanks(
+    seconds_per_sample=(1.0, 1.0, 2.0, 2.0),
+    fixed_seconds=(0.0,) * 4,
+    fixed_bytes=(100,) * 4,
+    bytes_per_sample=(10.0,) * 4,
+    accumulating_bytes=(20,) * 4,
+)
+ONE, PAIRS = ((0, 1, 2, 3),), ((0, 1), (2, 3))
+
+
+def cluster(*memories: int) -> Cluster:
+    return Cluster("c", tuple(Device(f"d{i}", "n", memory, 1e9) for i, memory in enumerate(memories)))
+
+
+def planned(ranks: MeasuredRanks, memories: tuple[int, ...], groups=ONE, batch: int = 48, **options):
+    modes = options.pop("modes", ("FULL_SHARD",) * len(groups))
+    return plan_measured(cluster(*memories), ranks, global_batch_size=batch, groups=groups, modes=modes, **options)
+
+
+def test_with_memory_enough_it_is_the_plan_of_one_micro_batch():
+    found = planned(FAST_SMALL, (10_000,) * 4)
+    assert found.batch_shares == (16, 16, 8, 8)
+    assert found.micro_batches == ()
+    assert found.predicted_step_s == 16
+
+
+def test_small_memory_makes_more_and_smaller_micro_batches():
+    # 170 bytes hold 7 samples at once, 5 beside the gradients of earlier ones
+    found = planned(FAST_SMALL, (170, 170, 10_000, 10_000))
+    assert found.batch_shares == (16, 16, 8, 8)
+    assert found.micro_batches == (4,)
+    assert found.micro_batch_sizes == (4, 4, 2, 2)
+    assert [each.peak_memory_bytes for each in found.predictions] == [160, 160, 140, 140]
+    assert any("4 micro-batches" in reason for reason in found.reasons)
+    found.validate(cluster(170, 170, 10_000, 10_000))
+
+
+def test_groups_have_numbers_of_their_own():
+    found = planned(FAST_SMALL, (170, 170, 10_000, 10_000), PAIRS)
+    assert found.micro_batches == (4, 1)
+    assert found.micro_batch_sizes == (4, 4, 8, 8)
+
+
+def test_a_micro_batch_costs_what_it_measured_beside_computing():
+    free = planned(FAST_SMALL, (170, 170, 10_000, 10_000))
+    dear = planned(replace(FAST_SMALL, overhead_s=0.5), (170, 170, 10_000, 10_000))
+    too_dear = planned(replace(FAST_SMALL, overhead_s=100.0), (170, 170, 10_000, 10_000))
+    assert free.predicted_step_s == 16
+    assert dear.predicted_step_s == pytest.approx(16 + 4 * 0.5)
+    assert too_dear.micro_batches == ()
+    assert too_dear.batch_shares == (7, 7, 17, 17)
+    assert too_dear.predicted_step_s == pytest.approx(34 + 100)
+
+
+def test_a_batch_that_does_not_fit_at_once_is_cut():
+    tight = (170,) * 4
+    with pytest.raises(InfeasibleError, match="memory of all ranks holds 28"):
+        planned(FAST_SMALL, tight, micro_batches=False)
+    found = planned(FAST_SMALL, tight)
+    assert found.batch_shares == (16, 16, 8, 8)
+    assert found.micro_batches == (4,)
+
+
+def test_a_rank_that_holds_no_sample_is_refused_as_ever():
+    with pytest.raises(InfeasibleError, match=r"rank 0 .* are missing"):
+        planned(FAST_SMALL, (105, 10_000, 10_000, 10_000))
+
+
+def test_modes_and_groups_are_in_the_plan():
+    found = planned(FAST_SMALL, (10_000,) * 4, PAIRS, modes=("SHARD_GRAD_OP", "NO_SHARD"))
+    assert (found.groups, found.modes, found.reshard_after_forward) == (PAIRS, ("SHARD_GRAD_OP", "NO_SHARD"), False)
+    assert "2 shard groups" in found.reasons[0]
+    alone = planned(FAST_SMALL, (10_000,) * 4, modes=("NO_SHARD",))
+    assert alone.mode_of(0) == "NO_SHARD"
+    alone.validate()
+
+
+RANKS = st.lists(
+    st.tuples(st.integers(1, 9), st.integers(0, 3), st.integers(100, 400), st.integers(1, 30)), min_size=4, max_size=4
+)
+
+
+@given(RANKS, st.integers(4, 200), st.sampled_from([ONE, PAIRS, ((0,), (1, 2, 3))]), st.integers(0, 20))
+def test_every_micro_batch_fits_and_none_is_worse_than_one(ranks, batch, groups, beside):
+    measured = MeasuredRanks(
+        tuple(float(r[0]) for r in ranks),
+        tuple(float(r[1]) for r in ranks),
+        (90,) * 4,
+        tuple(float(r[3]) for r in ranks),
+        (5,) * 4,
+        beside / 10,
+    )
+    devices = cluster(*(r[2] for r in ranks))
+    try:
+        found = planned(measured, tuple(r[2] for r in ranks), groups, batch)
+    except InfeasibleError:
+        # only where a rank cannot hold a sample at all, with or without gradients of earlier ones
+        assert any(r[2] < 90 + 5 + r[3] for r in ranks)
+        return
+    found.validate(devices)
+    for rank, r in enumerate(ranks):
+        count = found.micro_batches_of(found.group_of(rank))
+        size = -(-found.batch_shares[rank] // count)
+        assert 90 + (5 if count > 1 else 0) + r[3] * size <= r[2]
+        busy = r[1] * count + r[0] * found.batch_shares[rank]
+        assert busy + measured.overhead_s * count <= found.predicted_step_s * (1 + 1e-9)
+    try:
+        plain = plan_one_group(
+            devices,
+            global_batch_size=batch,
+            seconds_per_sample=measured.seconds_per_sample,
+            fixed_seconds=measured.fixed_seconds,
+            fixed_bytes=measured.fixed_bytes,
+            bytes_per_sample=measured.bytes_per_sample,
+        )
+    except InfeasibleError:
+        return
+    assert found.predicted_step_s <= plain.predicted_step_s + measured.overhead_s + 1e-9
