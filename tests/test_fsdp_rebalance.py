@@ -184,7 +184,7 @@ def moving(
     strategy: Any = trainer.strategy
     if peak_bytes is not None:
         strategy.rebalancer._peak_bytes = lambda: float(peak_bytes[trainer.global_rank])
-    own_loader = {"num_workers": workers, "prefetch_factor": 3} if workers else {}
+    own_loader = {"num_workers": workers, "prefetch_factor": 3, "persistent_workers": True} if workers else {}
     train = DataLoader(points(samples), batch_size=sum(shares) // len(shares), shuffle=True, **own_loader)
     val = DataLoader(points(11, seed=6), batch_size=3)
     with Said() as said:
@@ -215,8 +215,9 @@ def test_a_rank_that_slows_gets_less_and_nothing_else_changes(
     ranks: WarmRanks, workers: int, options: dict[str, Any]
 ) -> None:
     """Epochs of 17 batches, read ahead by up to 6 of them."""
-    still = ranks.run(2, moving, (4, 4), False, workers=workers, **options)[0]
-    first, second = ranks.run(2, moving, (4, 4), QUICK, workers=workers, **options)
+    timeout = 60 + 60 * workers  # starting a worker takes seconds where other things run
+    still = ranks.run(2, moving, (4, 4), False, **options)[0]
+    first, second = ranks.run(2, moving, (4, 4), QUICK, workers=workers, timeout=timeout, **options)
     assert still["moves"] == []
     assert still["shares"] == (4, 4)
     assert first["run"] == second["run"]
