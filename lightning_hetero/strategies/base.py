@@ -307,14 +307,20 @@ class HeteroStrategy(ParallelStrategy):
         Raises:
             UnsupportedError: where shapes differ, as they do when ranks' batches do; torch would hang or mix them up.
         """
-        shapes = self.gather_objects(list(tensor.shape)) if group is None else []
+        everyone = group is None or group is dist.group.WORLD
+        shapes = self.gather_objects(list(tensor.shape)) if everyone else []
         if any(shape != shapes[0] for shape in shapes):
             raise UnsupportedError(
                 f"all_gather of tensors of different shapes, by rank {', '.join(map(str, shapes))}: "
                 "ranks have batches of different sizes. Pad them to one size, use a torchmetrics object, or "
                 "self.trainer.strategy.gather_objects(tensor.cpu()), a list by rank"
             )
-        return super().all_gather(tensor, group, sync_grads)
+        if sync_grads or not everyone or self.world_size == 1:
+            return super().all_gather(tensor, group, sync_grads)
+        # torch 2.14 deprecates what Lightning calls
+        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(gathered, tensor.detach().contiguous())
+        return torch.stack(gathered)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over ranks, each rank counting once; what ``self.log`` logs is weighted elsewhere."""

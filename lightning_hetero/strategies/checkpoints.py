@@ -69,6 +69,7 @@ class Checkpoints:
 
     def model_state(self) -> dict[str, Any]:
         """Return the whole model on rank 0 (one file), or nothing where shards are written (a collective)."""
+        self._strategy.companions.check_again()
         module = self._strategy.lightning_module
         assert module is not None
         if self._sharded:

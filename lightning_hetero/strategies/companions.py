@@ -38,6 +38,7 @@ class Companions:
         self._strategy = strategy
         self._sharded = sharded
         self.averages = False
+        self._refusal: UnsupportedError | None = None
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -57,10 +58,19 @@ class Companions:
             problem = _problem(callback) or (self._model_problem(callback) if fitting else None)
             if problem:
                 problems.append(f"{type(callback).__name__}: {problem}")
-        raise_all(UnsupportedError, "hetero_fsdp cannot work with these callbacks", problems)
+        try:
+            raise_all(UnsupportedError, "hetero_fsdp cannot work with these callbacks", problems)
+        except UnsupportedError as error:
+            self._refusal = error
+            raise
         if isinstance(self._module, FSDPModule):
             # StochasticWeightAveraging copies the model before an evaluation, too, and never looks at that copy
             self._module.__dict__["__deepcopy__"] = lambda memo: self._module
+
+    def check_again(self) -> None:
+        """Refuse once more: a callback that saves on exceptions would fail over a model that is not sharded yet."""
+        if self._refusal is not None:
+            raise self._refusal
 
     def _model_problem(self, callback: pl.Callback) -> str | None:
         averages = isinstance(callback, callback_adapter.AVERAGING)
