@@ -87,6 +87,7 @@ class Fit:
     groups: tuple[tuple[int, ...], ...] = ()
     modes: tuple[str, ...] = ()
     micro_batches: tuple[int, ...] = ()
+    checkpointing: tuple[bool, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -242,6 +243,7 @@ def plan_for(fit: Fit) -> ShardPlan:
         device_types=tuple(f"d{r}" for r in range(fit.ranks)),
         modes=fit.modes,
         micro_batches=fit.micro_batches,
+        activation_checkpointing=fit.checkpointing,
         reshard_after_forward=fit.reshard,
     )
 

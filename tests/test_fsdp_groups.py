@@ -79,7 +79,9 @@ MICRO = {
     "groups that do not march together": fit_for("1,3", micro_batches=(1, 3), accumulate=3, clip=0.3),
     "a group of 5 ranks": fit_for("2,3", micro_batches=(2, 1)),
     "more micro-batches than samples": fit_for("1,1,2", micro_batches=(4, 1, 6), validate=True),
-    "NO_SHARD": fit_for("1,3", modes=("FULL_SHARD", "NO_SHARD"), micro_batches=(1, 2)),
+    "NO_SHARD, and recomputing on some ranks": fit_for(
+        "1,3", modes=("FULL_SHARD", "NO_SHARD"), micro_batches=(1, 2), checkpointing=(True, False, True, False)
+    ),
     "NO_SHARD alone": fit_for("4", modes=("NO_SHARD",), clip=0.3),
 }
 

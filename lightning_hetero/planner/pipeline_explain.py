@@ -43,12 +43,15 @@ class Binding:
             the two that costs more), else "compute".
         gains: by change, by how much the step would be shorter (0.1: a tenth shorter).
         advice: the change that would help most, in words.
+        planned_anew: whether other designs were looked at with each change. A design alone does not tell what binds:
+            another one may be out of its reach for lack of memory.
     """
 
     rank: int
     what: str
     gains: Mapping[str, float]
     advice: str
+    planned_anew: bool = True
 
 
 def binding_of(problem: Problem, found: Found, space: Space | None) -> Binding:
@@ -86,7 +89,8 @@ def binding_of(problem: Problem, found: Found, space: Space | None) -> Binding:
     besides = max((_FREE_LINKS, _ENDLESS_MEMORY), key=lambda name: gains[name])
     what = "compute" if gains[besides] < _COUNTS else "link" if besides == _FREE_LINKS else "memory"
     under = "" if space is not None else " under this plan"
-    return Binding(rank, what, gains, f"{best} would make the step {gains[best]:.0%} shorter{under}")
+    advice = f"{best} would make the step {gains[best]:.0%} shorter{under}"
+    return Binding(rank, what, gains, advice, planned_anew=space is not None)
 
 
 def _halved(timing: UnitTiming) -> UnitTiming:
@@ -111,7 +115,9 @@ def candidates_of(problem: Problem, found: Found) -> tuple[Candidate, ...]:
         if math.isfinite(outcome.step_s):
             slower = outcome.step_s / best_s - 1
             reason = "taken: the fastest of all" if design == found.best else f"{slower:.1%} slower"
-            shown[key] = Candidate(describe(problem, design), outcome.step_s, reason)
+            again = len(_checkpointing_ranks(design, outcome))
+            how = f"; activations checkpointed on {again} of the ranks" if again else ""
+            shown[key] = Candidate(describe(problem, design) + how, outcome.step_s, reason)
         else:
             shown[key] = Candidate(describe(problem, design), None, f"does not fit: {missing(problem, outcome)}")
     for seconds, design in found.passed_over:
@@ -119,6 +125,15 @@ def candidates_of(problem: Problem, found: Found) -> tuple[Candidate, ...]:
         text = f"not simulated: the closed form says {format_seconds(seconds)}, and others promised more"
         shown.setdefault(key, Candidate(describe(problem, design), None, text))
     return tuple(shown.values())[:_MOST_CANDIDATES]
+
+
+def _checkpointing_ranks(design: Design, outcome: Outcome) -> set[int]:
+    return {
+        pipeline.ranks[stage % len(pipeline.ranks)]
+        for pipeline, flags in zip(design.pipelines, outcome.checkpointing, strict=True)
+        for stage, flag in enumerate(flags)
+        if flag
+    }
 
 
 def describe(problem: Problem, design: Design) -> str:
@@ -166,7 +181,8 @@ def reasons_of(
         ),
         (
             f"rank {binding.rank} ({problem.kinds[binding.rank]}) sets the pace: it is busy for "
-            f"{format_seconds(outcome.busy_s[binding.rank])} of it; what binds is {binding.what}; {binding.advice}"
+            f"{format_seconds(outcome.busy_s[binding.rank])} of it; "
+            f"{f'what binds is {binding.what}; ' if binding.planned_anew else ''}{binding.advice}"
         ),
     ]
     if proven:
@@ -175,14 +191,9 @@ def reasons_of(
         )
     if even_s is not None:
         reasons.append(f"an even split would take {format_seconds(even_s)}, {even_s / outcome.step_s:.2f} x as long")
-    again = [
-        pipeline.ranks[stage % len(pipeline.ranks)]
-        for pipeline, flags in zip(design.pipelines, outcome.checkpointing, strict=True)
-        for stage, flag in enumerate(flags)
-        if flag
-    ]
+    again = _checkpointing_ranks(design, outcome)
     if again:
-        reasons.append(f"activations are checkpointed on {len(set(again))} ranks, which would not fit otherwise")
+        reasons.append(f"activations are checkpointed on {len(again)} ranks, which would not fit otherwise")
     idle = [rank for rank in range(len(problem.kinds)) if rank not in outcome.busy_s]
     if idle:
         reasons.append(f"{len(idle)} ranks stay idle, since the step would take longer with them")
