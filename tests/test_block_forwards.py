@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,7 @@ from tests import memory_fits, odd_fits
 from tests.fits import Fit, whole
 from tests.harness import WarmRanks
 from tests.memory_fits import Size, measured_units, parameters_outside_units, peaks_of_a_rank
-from tests.option_fits import Droppings, dropped
+from tests.option_fits import Droppings, Plain, dropped
 
 DROPPINGS = Fit(shares=(3, 2))
 
@@ -167,12 +168,15 @@ class Counted(pl.Callback):
 
 def _compiled(sizes: tuple[tuple[int, ...], ...], options: dict[str, Any], count: bool) -> dict[str, Any]:
     """Train on batches of the given sizes per rank; say what was compiled when, and what came of it."""
+    # dynamo looks at inputs' gradients while it guards them
+    warnings.filterwarnings(
+        "ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning
+    )
     counted = Counted()
     if count:
         torch.compile = functools.partial(torch.compile, backend=counted.backend)  # type: ignore[assignment]
     torch.manual_seed(4)
-    module = odd_fits.Plain()
-    module.model = odd_fits.layers(nn.Linear(8, 8))
+    module = Plain(odd_fits.layers(nn.Linear(8, 8)))
     fit = Fit(shares=tuple(own[0] for own in sizes))
     trainer = odd_fits.trainer_for(
         fit.shares, odd_fits.Recorder(), {"max_epochs": 1, "callbacks": [counted], "strategy": options}
@@ -188,7 +192,11 @@ def _compiled(sizes: tuple[tuple[int, ...], ...], options: dict[str, Any], count
 MOVING = ((2, 3, 5, 4, 9, 7, 6, 3), (4, 3, 7, 2, 5, 8, 3, 10))
 
 
-@pytest.mark.parametrize("options", [{"compile": True}, {"compile": True, "activation_checkpointing": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"compile": True}, pytest.param({"compile": True, "activation_checkpointing": True}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_shares_that_move_compile_nothing_anew(ranks: WarmRanks, options: dict[str, Any]) -> None:
     expected = ranks.run(2, _compiled, MOVING, {}, True)
     for one, other in zip(ranks.run(2, _compiled, MOVING, options, True), expected, strict=True):
