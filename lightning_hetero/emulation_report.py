@@ -179,7 +179,11 @@ def late_line(reports: Sequence[EmulationReport]) -> str | None:
         f"{format_seconds(report.late_s)} in all"
         for report in late
     )
-    return f"emulated: this CPU is too slow to emulate {whats} on {ranks}: {_percent(share)} of units were late: {each}"
+    by = sum(report.late_s for report in reports) / sum(report.target_s for report in reports)
+    return (
+        f"emulated: this CPU is too slow to emulate {whats} on {ranks}: {_percent(share)} of units were late, which made "
+        f"all of them together {_percent(by)} longer: {each}"
+    )
 
 
 def _percent(share: float) -> str:

@@ -422,7 +422,7 @@ def test_an_out_of_memory_in_the_backward_comes_out_as_it_is() -> None:
 
 def report(rank: int, runs: int, late: int, speed: float | None = 40e9) -> EmulationReport:
     emulation = Emulation(Device("fast", "a", GIB, 40e9), rank, find_units(nn.Linear(2, 2)))
-    phase = UnitPhase("u", "forward", runs, late, 0.5 * late, 1.0, 1.0, 0.1, 0.1)
+    phase = UnitPhase("u", "forward", runs, late, 0.5 * late, 100.0, 100.0, 0.1, 0.1)
     return replace(emulation.report(), speed_flops_per_s=speed, phases=(phase,))
 
 
@@ -431,6 +431,7 @@ def test_the_line_says_which_share_was_late() -> None:
     assert line is not None
     assert line.startswith("emulated: this CPU is too slow to emulate 40 GFLOP/s on 4 ranks: 37 % of units were late")
     assert "rank 1 (fast) 37 % by 18.5 s" in line
+    assert "all of them together 18 % longer" in line
 
 
 def test_no_line_where_nothing_was_late() -> None:
