@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_hetero.cluster import Cluster, Device
-from lightning_hetero.errors import PlanError, UnsupportedError
+from lightning_hetero.errors import PlanError
 from lightning_hetero.plan import ModelKey, ShardPlan
 from lightning_hetero.strategies.loaders import Loaders
 
@@ -123,18 +123,11 @@ def test_bad_files(changes, expected):
     assert expected in str(caught.value)
 
 
-def refused(plan):
-    cluster = Cluster("c", tuple(Device(kind, "n", 1, None) for kind in plan.device_types))
-    with pytest.raises(UnsupportedError) as caught:
-        Loaders(SimpleNamespace(plan=plan), None).check_plan(cluster, ModelKey("m", 1))
-    return str(caught.value)
-
-
-def test_hetero_fsdp_refuses_what_it_cannot_run_yet_by_name():
-    message = refused(make_plan())
-    assert message.count("\n  - ") == 4
-    for name in ("2 groups", "modes is", "micro_batches is [2, 1]", "activation_checkpointing is on for ranks [0, 3]"):
-        assert name in message
+def test_hetero_fsdp_takes_all_that_a_plan_says():
+    plan = make_plan()
+    loaders = Loaders(SimpleNamespace(plan=plan), None)
+    loaders.check_plan(Cluster("c", tuple(Device(kind, "n", 1, None) for kind in plan.device_types)), ModelKey("m", 1))
+    assert loaders.global_batch_size == plan.global_batch_size
 
 
 def test_hetero_fsdp_takes_what_a_plan_for_one_group_says():
