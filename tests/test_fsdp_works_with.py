@@ -69,9 +69,9 @@ def straight_and_resumed(shares: tuple[int, ...], names: list[str], folder: str,
     """The end of fits that were stopped and resumed, by the same ranks."""
     result = {}
     for i, name in enumerate(names):
-        resume(shares, name, f"{folder}/{i}/first", None, RESUMED[name])
-        path = f"{folder}/{i}/first/step={RESUMED[name]}.ckpt"
-        result[name] = resume(shares, name, f"{folder}/{i}/second", path, ends[name])
+        resume(shares, name, f"{folder}/{i}", None, RESUMED[name])
+        path = f"{folder}/{i}/step={RESUMED[name]}.ckpt"
+        result[name] = resume(shares, name, f"{folder}/{i}", path, ends[name])
     return result
 
 
@@ -90,7 +90,7 @@ def test_resumed_in_the_middle(ranks: WarmRanks, tmp_path: Path, part: int) -> N
     for i, name in enumerate(names):
         # files are one device's, averages and all
         path = f"step={RESUMED[name]}.ckpt"
-        mine, theirs = state_of(str(tmp_path / f"two/{i}/first/{path}")), state_of(str(tmp_path / f"one {i}" / path))
+        mine, theirs = state_of(str(tmp_path / f"two/{i}/{path}")), state_of(str(tmp_path / f"one {i}" / path))
         assert mine.keys() == theirs.keys()
         for key, value in theirs.items():
             assert torch.allclose(mine[key], value, rtol=0, atol=1e-11), (name, key)
