@@ -95,6 +95,24 @@ def test_resume_under_another_plan_in_mid_epoch(ranks: WarmRanks, tmp_path: Path
         assert result["losses"] == pytest.approx(straight["losses"][SAVE_AT:], abs=1e-12)
 
 
+GROUPS = FIT.on(shares=(1, 2, 1), groups=((1,), (0, 2)))
+EQUAL = FIT.on(shares=(1, 1, 1, 1), groups=((0, 1), (2, 3)))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(
+    ("saver", "loader"), [(GROUPS, EQUAL), (EQUAL, GROUPS), (GROUPS, FIT), (OTHER, GROUPS)], ids="abcd"
+)
+def test_resume_under_other_groups(ranks: WarmRanks, tmp_path: Path, sharded: bool, saver: Fit, loader: Fit) -> None:
+    straight = one_device(FIT, 10, str(tmp_path / "one"))
+    ranks.run(saver.ranks, hetero, saver, SAVE_AT, str(tmp_path / "a"), None, sharded)
+    path = tmp_path / "a" / f"step={SAVE_AT}.ckpt"
+    assert path.is_dir() == sharded
+    for result in ranks.run(loader.ranks, hetero, loader, 10, str(tmp_path / "b"), str(path), sharded):
+        same(result["parameters"], straight["parameters"])
+        assert result["losses"] == pytest.approx(straight["losses"][SAVE_AT:], abs=1e-12)
+
+
 def test_one_file_goes_to_one_device_and_back(ranks: WarmRanks, tmp_path: Path) -> None:
     straight = one_device(FIT, 10, str(tmp_path / "one"))
     # an epoch's end, since one device's plain loader cannot be resumed in the middle of one
