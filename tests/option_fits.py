@@ -220,3 +220,19 @@ def dropped(fit: Fit, again: tuple[bool, ...] = ()) -> dict[str, Any]:
         "names": [name for name, _ in module.named_parameters()],
         "own forward": ["forward" in block.__dict__ for block in module.model.blocks],
     }
+
+
+def layout_of(cluster: Cluster, options: dict[str, Any], manual: bool = False) -> tuple[Any, Any]:
+    """The ranks that hold the model together in a fit, and the plan that it ends with."""
+    from tests.odd_fits import Manual, points
+
+    strategy = HeteroFSDPStrategy(cluster=cluster, check_loss="off", summary=False, **options)
+    trainer = pl.Trainer(
+        strategy=strategy, devices=cluster.world_size, max_steps=1, precision="64-true", limit_val_batches=0, **QUIET
+    )
+    data = points(8) if manual else dataset(8, "64-true")
+    loader = DataLoader(data, batch_size=2)
+    trainer.fit(Manual() if manual else Plain(), loader, loader if manual else None)
+    assert strategy.plan is not None
+    strategy.plan.validate()
+    return strategy.groups.replicas, strategy.plan

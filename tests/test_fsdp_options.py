@@ -21,7 +21,7 @@ from lightning_hetero.strategies import HeteroFSDPStrategy
 from lightning_hetero.strategies.options import ShardingOptions, layout
 from tests.fits import Classifier, Fit, cluster_for
 from tests.harness import WarmRanks
-from tests.option_fits import QUIET, fitted, orders_of, recorded_plan, said_and_seen, without_overlap
+from tests.option_fits import QUIET, fitted, layout_of, orders_of, recorded_plan, said_and_seen, without_overlap
 
 PLAN = ShardPlan(4, (2, 2), ((0, 1),), ("d0", "d1"))
 
@@ -273,6 +273,24 @@ def test_a_plan_made_in_a_fit_says_how_it_was_run(ranks: WarmRanks) -> None:
     for plan in ranks.run(2, recorded_plan, of_types("a", "b"), options):
         assert plan["options"] == options
         assert plan["activation_checkpointing"] == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "manual", "replicas"),
+    [
+        ({"sharding_strategy": "NO_SHARD"}, False, ((0,), (1,), (2,), (3,))),
+        ({"sharding_strategy": "HYBRID_2"}, False, ((0, 1), (2, 3))),
+        ({"sharding_strategy": "HYBRID_2", "reshard_after_forward": False}, True, ((0, 1), (2, 3))),
+        ({"sharding_strategy": "SHARD_GRAD_OP"}, True, ((0, 1, 2, 3),)),
+    ],
+    ids=str,
+)
+def test_a_sharding_strategy_is_what_runs_and_what_the_plan_says(
+    ranks: WarmRanks, options: dict[str, Any], manual: bool, replicas: Any
+) -> None:
+    for found, plan in ranks.run(4, layout_of, cluster_for(4), options, manual):
+        assert found == replicas
+        assert HeteroFSDPStrategy(plan=plan, **options).options.reshards == ShardingOptions(**options).reshards
 
 
 # -- configuration files -----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -394,6 +395,8 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         plan = planning.declared_plan(
             self.cluster, self._model_key, global_batch_size, reshard_after_forward=self.reshards
         )
+        if len(self.groups.replicas) > 1:
+            plan = replace(plan, groups=self.layout.groups, modes=self.layout.modes)
         return self.options.in_plan(plan)
 
     def plan_from(self, global_batch_size: int, costs: MeasuredRanks) -> ShardPlan:
