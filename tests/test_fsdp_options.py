@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,6 +19,7 @@ from lightning_hetero.cluster import Cluster, Device
 from lightning_hetero.errors import HeteroError, PlanError, UnsupportedError
 from lightning_hetero.plan import ShardPlan
 from lightning_hetero.strategies import HeteroFSDPStrategy
+from lightning_hetero.strategies.opening import Opening
 from lightning_hetero.strategies.options import ShardingOptions, layout
 from tests.fits import Classifier, Fit, cluster_for
 from tests.harness import WarmRanks
@@ -440,3 +442,28 @@ def test_gradients_reduced_in_another_type_are_waited_for_before_they_are_cast(
         for name, value in other.parameters.items():
             assert torch.equal(value, one.parameters[name]), name
         assert any(not torch.equal(value, exact.parameters[name]) for name, value in one.parameters.items())
+
+
+def test_a_measurement_under_other_options_is_another_one() -> None:
+    module: Any = Classifier("mlp")
+    module._trainer = SimpleNamespace(global_step=0)
+
+    def key(**options: Any) -> str:
+        strategy = SimpleNamespace(
+            lightning_module=module,
+            cluster=of_types("a", "b"),
+            global_rank=0,
+            world_size=2,
+            reshards=True,
+            costs=None,
+            precision_plugin=SimpleNamespace(precision="32-true"),
+            options=ShardingOptions(**options),
+            layout=None,
+        )
+        first: Any = SimpleNamespace(batch=lambda samples: torch.zeros(samples, 64))
+        opening: Any = Opening(strategy, "off", False)  # type: ignore[arg-type]
+        found: str = opening._cache_key(first, 4).file_name
+        return found
+
+    keys = {key(), key(activation_checkpointing=True), key(mixed_precision={"param_dtype": "bfloat16"}), key()}
+    assert len(keys) == 3
