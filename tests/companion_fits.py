@@ -267,6 +267,16 @@ class Reloading(pl.LightningDataModule):
         return DataLoader(points(11, seed=6), batch_size=self.batch)
 
 
+class EveryStep(pl.Callback):
+    """Saves after every step, when other callbacks have seen it."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        trainer.save_checkpoint(f"{self.folder}/step={trainer.global_step}.ckpt")
+
+
 def ema(**options: Any) -> pl.Callback:
     callback: pl.Callback = callbacks.EMAWeightAveraging(decay=0.8, **options)
     return callback
@@ -344,13 +354,12 @@ def train_all(shares: tuple[int, ...] | None, names: list[str]) -> Outcomes:
 
 
 def resume(shares: tuple[int, ...] | None, name: str, folder: str, ckpt_path: str | None, steps: int) -> dict[str, Any]:
-    """Run one of the cases to ``steps``, with a checkpoint of the last step and another after every epoch."""
+    """Run one of the cases to ``steps``, with a checkpoint of every step."""
     torch.manual_seed(8)
     make, options = CASES[name]
     module, recorder = make(), Recorder()
-    chosen = options() | {"max_steps": steps, "enable_checkpointing": True}
-    keeper = callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    chosen["callbacks"] = [*chosen.get("callbacks", []), keeper]
+    chosen = options() | {"max_steps": steps}
+    chosen["callbacks"] = [*chosen.get("callbacks", []), EveryStep(folder)]
     trainer = trainer_for(shares, recorder, chosen)
     trainer.fit(module, *loaders(shares, 4, SAMPLES), ckpt_path=ckpt_path)
     return outcome(trainer, module, recorder)

@@ -79,6 +79,10 @@ def straight_and_resumed(shares: tuple[int, ...], names: list[str], folder: str,
 def test_resumed_in_the_middle(ranks: WarmRanks, tmp_path: Path, part: int) -> None:
     names = list(RESUMED)[part::2]
     straight = {name: resume(None, name, str(tmp_path / f"one {i}"), None, 30) for i, name in enumerate(names)}
+    if "fine-tuning" in names:
+        # on one device, too, what was freed before a resume is frozen again by the callback's set-up (Lightning 2.6.6)
+        path = str(tmp_path / f"one {names.index('fine-tuning')}" / "step=14.ckpt")
+        straight["fine-tuning"] = resume(None, "fine-tuning", str(tmp_path / "one resumed"), path, 30)
     ends = dict.fromkeys(names, 30)
     for results in ranks.run(2, straight_and_resumed, SHARES, names, str(tmp_path / "two"), ends, timeout=100):
         for name, result in results.items():

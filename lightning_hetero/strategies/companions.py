@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BatchSizeFinder,
+    GradientAccumulationScheduler,
     ModelCheckpoint,
     ModelPruning,
     OnExceptionCheckpoint,
@@ -109,6 +110,13 @@ class Companions:
             if isinstance(callback, BaseFinetuning):
                 # restored after on_fit_start, where it would do so: does nothing unless it was restored
                 callback.on_fit_start(trainer, self._module)
+
+    def begin_in_mid_epoch(self) -> None:
+        """Let callbacks set up the epoch that is resumed: Lightning calls their hook at the start of an epoch only."""
+        trainer: Any = self._module.trainer
+        for callback in trainer.callbacks:
+            if isinstance(callback, GradientAccumulationScheduler):
+                callback.on_train_epoch_start(trainer, self._module)
 
     @property
     def searching(self) -> bool:

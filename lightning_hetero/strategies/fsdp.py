@@ -418,6 +418,8 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         """Check the loss and measure the ranks on the first samples, and plan."""
         self._loaders.check_single(lightning_adapter.train_loaders(self._trainer))
         self.instruments.at_step(self._trainer.global_step)
+        if lightning_adapter.batches_to_skip(self._trainer):
+            self.companions.begin_in_mid_epoch()
         if self.companions.searching:
             self.companions.begin_search()  # of a learning rate; the fit itself comes after it
         else:
