@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -37,7 +38,7 @@ def drifts(measured_s: Sequence[float], expected_s: Sequence[float]) -> tuple[fl
     Returns:
         One number per rank; 1 is twice the share that was expected, -0.5 half of it.
     """
-    measured, expected = sum(measured_s), sum(expected_s)
+    measured, expected = math.fsum(measured_s), math.fsum(expected_s)  # the same on every host
     if measured <= 0:
         return (0.0,) * len(measured_s)
     return tuple(

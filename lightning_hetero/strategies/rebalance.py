@@ -201,6 +201,7 @@ class Rebalancer:
         self._over = 0
         peaks = [int(numbers[2]) if numbers[2] > 0 else None for numbers in ranks]
         move = faster_shares(plan, measured_s, self._fixed_s(), self._limits(plan, peaks))
+        move = self._strategy.broadcast(move)  # another host may round in another way
         if move.gain < rule.least_gain or move.shares == plan.batch_shares:
             return
         self._move(plan, move, self._next_boundary(loader, ranks), measured_s, self._expected_s)
