@@ -181,8 +181,8 @@ def late_line(reports: Sequence[EmulationReport]) -> str | None:
     )
     by = sum(report.late_s for report in reports) / sum(report.target_s for report in reports)
     return (
-        f"emulated: this CPU is too slow to emulate {whats} on {ranks}: {_percent(share)} of units were late, which made "
-        f"all of them together {_percent(by)} longer: {each}"
+        f"emulated: this CPU is too slow to emulate {whats} on {ranks}: {_percent(share)} of units were late, which "
+        f"made all of them together {_percent(by)} longer: {each}"
     )
 
 

@@ -143,7 +143,8 @@ def _cut(name: str, slices: Sequence[Slice]) -> Iterable[Piece]:
         ends[each.stop].append(each.rank)
     borders = sorted({*begins, *ends})
     active: dict[int, int] = defaultdict(int)
-    open_at, owners = 0, ()
+    open_at = 0
+    owners: tuple[int, ...] = ()
     for border in borders:
         for rank in ends[border]:
             active[rank] -= 1

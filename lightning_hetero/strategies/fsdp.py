@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -13,15 +12,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.optim import Optimizer
 
 from lightning_hetero.callbacks import EmulatedDevices
 from lightning_hetero.cluster import Cluster
-from lightning_hetero.collate import MicroBatches
 from lightning_hetero.costs import ModelCosts
 from lightning_hetero.data import KeptLoader, Split, UnevenLoader
 from lightning_hetero.errors import HeteroError, PlanError, UnsupportedError, raise_all
@@ -30,38 +26,35 @@ from lightning_hetero.plan import ModelKey, ShardPlan
 from lightning_hetero.planner.measured import MeasuredRanks
 from lightning_hetero.strategies import lightning_adapter, planning, torch_adapter
 from lightning_hetero.strategies.arguments import argument_problems, read_costs, read_plan
-from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.block_forwards import BlockForwards
 from lightning_hetero.strategies.checkpoint_hooks import CheckpointHooks
 from lightning_hetero.strategies.checkpoints import Checkpoints
 from lightning_hetero.strategies.companions import Companions
+from lightning_hetero.strategies.fsdp_steps import FSDPSteps
 from lightning_hetero.strategies.gradients import GradientReduction, clip_by_one_norm
 from lightning_hetero.strategies.groups import ShardGroups, replicas_of
 from lightning_hetero.strategies.instruments import Instruments
 from lightning_hetero.strategies.loaders import Loaders
-from lightning_hetero.strategies.loss_check import cut
-from lightning_hetero.strategies.loss_weight import BatchWeights, LossWeight, loss_weight_problems, parts_of, scaled
+from lightning_hetero.strategies.loss_weight import LossWeight, loss_weight_problems
 from lightning_hetero.strategies.manual import ManualSteps
 from lightning_hetero.strategies.micro_batches import MicroBatchSteps
 from lightning_hetero.strategies.opening import Opening
 from lightning_hetero.strategies.options import ShardingOptions
 from lightning_hetero.strategies.prefetch import order_gathers
-from lightning_hetero.strategies.scaler import share_scaler
 from lightning_hetero.strategies.rebalance import Rebalance, Rebalancer, rebalance_problems, rebalance_rule
+from lightning_hetero.strategies.scaler import share_scaler
 from lightning_hetero.strategies.sharding import (
     check_parameters,
     check_steps,
     register_steps,
     shard_module,
 )
-from lightning_hetero.strategies.stopping import StopAgreement
-from lightning_hetero.strategies.summary import RankSummary, StepRecorder, print_summary
-from lightning_hetero.strategies.untouched import untouched
+from lightning_hetero.strategies.summary import RankSummary, StepRecorder
 
 CheckLoss = Literal["warn", "error", "off"]
 
 
-class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
+class HeteroFSDPStrategy(CheckpointHooks, FSDPSteps):
     """Trains an unchanged LightningModule on unequal devices at close to the sum of their speeds.
 
     The model is sharded over all ranks with FSDP2. Each rank takes its share of every global batch, in whole samples
@@ -82,8 +75,8 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         check_loss: what to do when the loss is not a mean over samples, or BatchNorm makes the result depend on the
             split: "warn", "error" or "off".
         loss_weight: for losses that are means over other items than samples: what the loss of a batch counts for, such
-            as its unpadded tokens. Takes a batch as ``training_step``, ``validation_step`` and ``test_step`` do, returns a
-            number >= 0 or a tensor of one element; where a batch is cut, the parts' must add up to it. Default: the
+            as its unpadded tokens. Takes a batch as ``training_step``, ``validation_step`` and ``test_step`` do, returns
+            a number >= 0 or a tensor of one element; where a batch is cut, the parts' must add up to it. Default: the
             module's method ``loss_weight``, if it has one, else samples.
         rebalance: move batch shares in mid-run when what the ranks take, waiting for input included, drifts from what
             was expected: True, False, or a :class:`~lightning_hetero.strategies.rebalance.Rebalance` that says when.
@@ -189,24 +182,17 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         self.gradients: GradientReduction
         self._loaders = Loaders(self, global_batch_size)
         self._checkpoints = Checkpoints(self, save_distributed_checkpoint, weights_only)
-        self._sizes: tuple[int, ...] | None = None
         self._users_loss_weight = loss_weight
         self.loss_weight: LossWeight | None = None  # from set-up on
-        self._weights: BatchWeights | None = None
         self.rebalance_is_asked = bool(rebalance)
         self.rebalancer = Rebalancer(self, rebalance_rule(rebalance, plan_is_given=self.plan_is_given))
         self.measured_costs: MeasuredRanks | None = None
-        self._full_steps = (False, False)  # whether the step before and the one at hand have a whole global batch
-        self._batch: Any = None
         self._micro_batches = MicroBatchSteps(self)
-        self._accumulates = False  # whether the backward at hand leaves its gradients for later ones
-        self._accumulated = False  # whether the last one did
         self.costs = read_costs(costs)
         self.flops_per_sample: float | None = None
         self._opening = Opening(self, check_loss, count_flops=summary)
         self.companions = Companions(self, save_distributed_checkpoint)
         self._manual = ManualSteps()
-        self._stops: StopAgreement | None = None
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
@@ -348,11 +334,6 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         return whole * 10 > min(device.memory_bytes for device in self.cluster.devices)
 
     @property
-    def _trainer(self) -> pl.Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
-
-    @property
     def plan_is_given(self) -> bool:
         """Whether the user gave the plan."""
         return self._given_plan is not None
@@ -434,229 +415,6 @@ class HeteroFSDPStrategy(CheckpointHooks, HeteroStrategy):
         self._recorder = StepRecorder()
         self.instruments.timer.take_s()
         self.instruments.take_peak_bytes()
-
-    # -- steps ---------------------------------------------------------------------------------------------------------
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Replace the user's loader by one that reads this rank's share."""
-        return self._loaders.process(dataloader)
-
-    def step_samples(self) -> int:
-        """Return this rank's samples in the current step; 0 where it takes part without any."""
-        if self._sizes is None:
-            return 1
-        return self._micro_batches.samples(self._sizes[self.global_rank])
-
-    def micro_batches_per_step(self) -> int:
-        """Return into how many micro-batches this rank's group cuts a step."""
-        return 1 if self.plan is None else self.plan.micro_batches_of(self.plan.group_of(self.global_rank))
-
-    def micro_batch(self) -> tuple[int, int]:
-        """Return which micro-batch of the step is at hand, and how many there are."""
-        return self._micro_batches.index, self._micro_batches.count
-
-    def batch_weights(self) -> BatchWeights | None:
-        """Return what each rank's part of the batch at hand counts for; None where that is its samples."""
-        return self._weights
-
-    def step_items(self) -> float:
-        """Return what this rank's batch or micro-batch at hand counts for, where there are :meth:`batch_weights`."""
-        assert self._weights is not None
-        return self._weights.parts[self._micro_batches.index] if self._micro_batches.count > 1 else self._weights.own
-
-    def _weigh(self, batch: Any) -> BatchWeights | None:
-        if self.loss_weight is None or self._sizes is None or batch is None:
-            return None
-        parts = parts_of(batch, self._sizes[self.global_rank])
-        return self.loss_weight.of_ranks(parts, self._trainer.global_step, self.gather_vector)
-
-    def begin_batch(self, training: bool, batch: Any = None) -> None:
-        """Note what the batch that starts now counts for on all ranks."""
-        if not training:
-            # they stay after the step: hooks at the batch's end log, too
-            self._sizes = self._loaders.next_eval_sizes()
-            self._weights = self._weigh(batch)
-            return
-        self._micro_batches.forget()
-        self._sizes = self._loaders.next_train_sizes()
-        self._full_steps = (self._full_steps[1], sum(self._sizes) == self.global_batch_size)
-        self._weights = self._weigh(batch)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Note what the step before took, and move shares where that asks for it."""
-        busy_s = self.instruments.timer.take_s()
-        counted = self._recorder.begin_step(busy_s, comparable=self._full_steps[0] and batch_idx > 0)
-        if self.rebalancer.begin_batch(busy_s, counted=counted):
-            self._recorder.forget()
-        self.instruments.at_step(self._trainer.global_step)
-        self._batch = batch
-
-    def mean_of_losses(self, loss: Tensor) -> Tensor:
-        """Return the loss of the global batch, from this rank's (a collective)."""
-        return self.sum_over_ranks(scaled(loss.detach(), self._loss_factor()).reshape(1))[0]
-
-    def end_batch(self, training: bool) -> None:
-        """Note that the batch at hand has ended, with all of its hooks."""
-        if training and self._stops is not None:
-            self._stops.look(self._trainer, "batch")
-
-    def _stop_agreement(self) -> StopAgreement | None:
-        if self._watch is None or self.world_size == 1:
-            return None
-        # before the others, who wait in a collective, give up
-        timeout_s = self._timeout.total_seconds() / 2
-        return StopAgreement(
-            self._watch.store, self.global_rank, self.world_size, timeout_s, self._watch.first_failure
-        )
-
-    @contextmanager
-    def _taking_part(self) -> Iterator[None]:
-        """A rank without samples runs the step for the others' sake and keeps nothing of it but its logging's part."""
-        assert self.lightning_module is not None
-        if self.step_samples() > 0:
-            yield
-            return
-        manual = not self.lightning_module.automatic_optimization
-        with untouched(self.lightning_module, silence_logs=False, keep_numbers=manual):
-            yield
-
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch, or each of its micro-batches, as the user's hooks say."""
-        if isinstance(batch, MicroBatches):
-            return MicroBatches(self.batch_to_device(each, device, dataloader_idx) for each in batch)
-        return super().batch_to_device(batch, device, dataloader_idx)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step on this rank's samples, micro-batch by micro-batch where the plan has several."""
-        if isinstance(self._batch, MicroBatches):
-            return self._micro_batches.run(self._batch, *args[1:], **kwargs)
-        self.gradients.begin_forward()
-        return self.own_step(self._batch, *args, **kwargs)
-
-    def own_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's training step on one batch of this rank, or for the others' sake."""
-        assert self.lightning_module is not None
-        with self.instruments.step(batch), self._taking_part(), self._manual.step(self.lightning_module):
-            return super().training_step(*args, **kwargs)
-
-    def _loss_factor(self) -> float:
-        """Return what this rank's loss counts for in the mean over the global batch."""
-        if self._weights is not None:
-            return self._weights.factor(self.step_items())
-        return 1.0 if self._sizes is None else self.step_samples() / sum(self._sizes)
-
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Scale the loss by this rank's share of the samples, so that the gradients' sum is the global mean's."""
-        closure_loss = scaled(closure_loss, self._loss_factor())
-        self._micro_batches.before_backward()
-        with self.instruments.step(self._batch):
-            loss = self._backward(closure_loss, optimizer, *args, **kwargs)
-        self._micro_batches.after_backward()
-        return loss
-
-    def _backward(self, loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """As ``Strategy.backward``, with gradients complete before the user's ``on_after_backward`` sees them."""
-        module = self.lightning_module
-        assert module is not None
-        self.pre_backward(loss)
-        loss = self.precision_plugin.pre_backward(loss, module)
-        with self.gradients.backward(is_last=not self._accumulates, complete=not module.automatic_optimization):
-            self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
-            self._manual.end_backward()
-        self._manual.after_backward()
-        self._accumulated = self._accumulates
-        loss = self.precision_plugin.post_backward(loss, module)
-        self.post_backward(loss)
-        return loss
-
-    def early_backward(self, loss: Tensor, batch: Any) -> None:
-        """Backward of a micro-batch that is not the step's last: gradients add up within the group."""
-        accumulated = self._trainer.accumulate_grad_batches  # Lightning divides the last one's loss itself
-        with self.instruments.step(batch), self.gradients.backward(is_last=False):
-            self.precision_plugin.backward(scaled(loss, self._loss_factor() / accumulated), self.lightning_module, None)
-
-    def keeps_gradients(self) -> bool:
-        """Whether gradients that are there when a step begins may still be wanted: by an accumulation, or by a hook."""
-        module = self.lightning_module
-        return self._accumulated or any(
-            is_overridden(hook, module) for hook in ("optimizer_zero_grad", "on_before_zero_grad")
-        )
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Lightning enters it where gradients accumulate: groups cross at the last batch only."""
-        self._accumulates = True
-        try:
-            yield
-        finally:
-            self._accumulates = False
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Run the closure (forward and backward) and the optimizer's step."""
-        with self.instruments.step(self._batch):
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
-            self._manual.after_optimizer_step()
-        return result
-
-    def _eval_step(self, step: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.instruments.step(args[0] if args else None), self._taking_part():
-            output = step(*args, **kwargs)
-        if self.companions.averages and self.lightning_module is not None:
-            torch_adapter.reshard(self.lightning_module)  # the average and the model are swapped as shards
-        # what a rank without samples computed is a repetition of another one's
-        return output if self.step_samples() > 0 else cut(output, 1, 0, 0)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step on this rank's samples."""
-        return self._eval_step(super().validation_step, *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step on this rank's samples."""
-        return self._eval_step(super().test_step, *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step on this rank's samples; where it has none, the prediction is empty."""
-        self.begin_batch(training=False)  # predicting logs nothing, so Lightning notes no batch
-        return self._eval_step(super().predict_step, *args, **kwargs)
-
-    def on_validation_start(self) -> None:
-        """The time until the next training step is not a step's."""
-        if self._trainer.state.fn == TrainerFn.FITTING and not self._trainer.sanity_checking:
-            self._recorder.pause()
-
-    def on_validation_end(self) -> None:
-        """Forget what was read ahead; leave the shards where hooks look for parameters."""
-        self._loaders.clear(evaluating=True)
-        assert self.lightning_module is not None
-        torch_adapter.reshard(self.lightning_module)
-        if self._stops is not None and self._trainer.state.fn == TrainerFn.FITTING:
-            self._stops.look(self._trainer, "validation after batch")
-
-    on_test_end = on_predict_end = on_validation_end
-
-    def on_train_end(self) -> None:
-        """Say what each rank did."""
-        if self._stops is not None:
-            self._stops.look_at_end(self._trainer)
-        plan = self.plan
-        if plan is None:
-            return
-        step_s, busy_s = self._recorder.medians()
-        own = RankSummary(
-            rank=self.global_rank,
-            device=plan.device_types[self.global_rank],
-            samples=plan.batch_shares[self.global_rank],
-            steps=max(0, len(self._recorder.step_s) - 1),
-            step_s=step_s,
-            busy_s=busy_s,
-            flops_per_sample=self.flops_per_sample,
-            peak_bytes=self.instruments.take_peak_bytes(),
-            emulation=self.instruments.report(),
-        )
-        self._batch = None
-        self.summaries = self.gather_objects(own)
-        if self._summary and self.is_global_zero:
-            print_summary(self.summaries, plan)
 
     def teardown(self) -> None:
         """Take our hooks off the module."""
