@@ -75,9 +75,9 @@ class HeteroFSDPStrategy(CheckpointHooks, FSDPSteps):
         check_loss: what to do when the loss is not a mean over samples, or BatchNorm makes the result depend on the
             split: "warn", "error" or "off".
         loss_weight: for losses that are means over other items than samples: what the loss of a batch counts for, such
-            as its unpadded tokens. Takes a batch as ``training_step``, ``validation_step`` and ``test_step`` do, returns
-            a number >= 0 or a tensor of one element; where a batch is cut, the parts' must add up to it. Default: the
-            module's method ``loss_weight``, if it has one, else samples.
+            as its unpadded tokens. Takes a batch as the module's steps do, returns a number >= 0 or a tensor of one
+            element; where a batch is cut, the parts' must add up to it. Default: the module's method ``loss_weight``,
+            if it has one, else samples.
         rebalance: move batch shares in mid-run when what the ranks take, waiting for input included, drifts from what
             was expected: True, False, or a :class:`~lightning_hetero.strategies.rebalance.Rebalance` that says when.
             The global batch, the order of samples and the result stay the same. Default: with plan="auto".
