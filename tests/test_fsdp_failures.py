@@ -169,7 +169,7 @@ def test_a_killed_rank_ends_the_others(ranks: WarmRanks, killed: int) -> None:
     assert took_s < SECONDS
 
 
-# -- started by Lightning's own launcher -------------------------------------------------------------------------------
+# -- started by launchers ----------------------------------------------------------------------------------------------
 
 SCRIPT = textwrap.dedent(
     """
@@ -212,14 +212,28 @@ nodes:
 """
 
 
-@pytest.mark.parametrize(("culprit", "how"), [(0, "raise"), (1, "raise"), (1, "kill"), (0, "kill")])
-def test_the_launcher_ends_with_the_failing_ranks_message(tmp_path: Path, culprit: int, how: str) -> None:
+@pytest.mark.parametrize(
+    ("culprit", "how", "launcher"),
+    [
+        (0, "raise", "lightning"),
+        (1, "raise", "lightning"),
+        (0, "kill", "lightning"),
+        (1, "kill", "lightning"),
+        (1, "kill", "torchrun"),
+    ],
+)
+def test_the_launcher_ends_with_the_failing_ranks_message(
+    tmp_path: Path, culprit: int, how: str, launcher: str
+) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "pair.yaml").write_text(CLUSTER)
     root = str(Path(__file__).parents[1])
     path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "LIGHTNING_HETERO_CLUSTER": "pair.yaml", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "train.py", str(culprit), how]
+    torchrun = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if launcher == "torchrun" else []
+    )
+    command = [sys.executable, *torchrun, "train.py", str(culprit), how]
     with (tmp_path / "out").open("w+") as out:
         # not a pipe: an orphan that holds it open would be waited for, and go unnoticed
         process = subprocess.Popen(

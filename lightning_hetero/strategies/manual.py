@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 from torch import nn
@@ -72,5 +72,5 @@ class ManualSteps:
     def after_optimizer_step(self) -> None:
         """Gather what the optimizer has changed."""
         if self._root is not None:
-            torch_adapter.reshard(self._root)
+            torch_adapter.reshard(cast(nn.Module, self._root))
             self._root.unshard()
