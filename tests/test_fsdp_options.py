@@ -467,3 +467,12 @@ def test_a_measurement_under_other_options_is_another_one() -> None:
 
     keys = {key(), key(activation_checkpointing=True), key(mixed_precision={"param_dtype": "bfloat16"}), key()}
     assert len(keys) == 3
+
+
+def test_a_group_of_one_rank_gathers_after_its_gradients_too(ranks: WarmRanks) -> None:
+    fit = Fit(network="vit", shares=(3, 2), max_steps=3, groups=((0,), (1,)))
+    several = [fit, *(fit.on(options={"backward_prefetch": when}) for when in ("BACKWARD_POST", "NONE"))]
+    expected, *found = ranks.run(2, fitted, several)[0]
+    for outcome in found:
+        for name, value in expected.parameters.items():
+            assert torch.equal(value, outcome.parameters[name]), name
