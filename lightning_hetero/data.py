@@ -11,7 +11,6 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -151,23 +150,13 @@ class UnevenBatchSampler(Sampler[list[int]]):
             yield indices[own : own + sizes[self.rank]] or [indices[start]]
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """What a loader does at the start of an iteration unless it is told otherwise."""
 
 
 def _one() -> int:
     """How many micro-batches there are unless a plan says otherwise."""
     return 1
-
-
-def _collated_in(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
-    """Return a loader that collates each batch into so many micro-batches."""
-    if count == 1:
-        return loader
-    clone = copy.copy(loader)
-    clone.__dict__["_iterator"] = None
-    clone.collate_fn = MicroCollate(cast(Any, loader.collate_fn), count)
-    return clone
 
 
 class UnevenLoader:
@@ -209,9 +198,10 @@ class UnevenLoader:
         self._announce = announce
         self._agree = agree
         self._micro_batches = micro_batches or _one
+        self._collating: dict[int, DataLoader[Any]] = {}  # by the number of micro-batches
         self._consumed = 0
         self._waited_s = 0.0
-        self.on_start = _nothing
+        self.on_start = nothing
 
     @property
     def position(self) -> tuple[int, int]:
@@ -268,12 +258,24 @@ class UnevenLoader:
         if self.uneven.order.kind == "sampler":
             self._check_order()
         self._consumed = first
-        for batch, data in enumerate(self._timed(_collated_in(self.loader, self._micro_batches())), start=first):
+        for batch, data in enumerate(self._timed(self._collated()), start=first):
             # counted when handed out: what workers have read ahead is not consumed
             self._consumed = batch + 1
             self._announce(self.uneven.sizes(batch))
             yield data
         self.uneven.first_batch = 0
+
+    def _collated(self) -> DataLoader[Any]:
+        """Return the loader, or one that collates into micro-batches: the same each time, with its workers."""
+        count = self._micro_batches()
+        if count == 1:
+            return self.loader
+        if count not in self._collating:
+            clone = copy.copy(self.loader)
+            clone.__dict__["_iterator"] = None
+            clone.collate_fn = MicroCollate(cast(Any, self.loader.collate_fn), count)
+            self._collating[count] = clone
+        return self._collating[count]
 
     def _timed(self, batches: Iterable[Any]) -> Iterator[Any]:
         began_s = time.perf_counter()
@@ -305,75 +307,6 @@ class UnevenLoader:
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Continue after the batches that ``state`` counts; the next iteration starts there."""
         self.skip(int(state["epoch"]), int(state["consumed"]))
-
-
-class KeptLoader:
-    """A loader whose batches are the user's own (iterable dataset or batch sampler); only their sizes are shared.
-
-    Ranks compare sizes before each batch: the step is weighted by them, and all stop when the first one has no more.
-    """
-
-    def __init__(self, loader: Iterable[Any], *, announce: Callable[[tuple[int, ...]], None], agree: Agree) -> None:
-        self.loader = loader
-        self._announce = announce
-        self._agree = agree
-        self._first: Any = None
-        self._keep_first = True
-        self._pending: Iterator[Any] | None = None
-        self.on_start = _nothing
-
-    def first_batch(self, epoch: int) -> Any:
-        """Return the first batch without taking it from who iterates next; once. None where a rank has none."""
-        if self._first is None:
-            # not asked for yet: Lightning reads ahead only where the length is not known
-            self.set_epoch(epoch)
-            self._pending = iter(self.loader)
-            self._first = next(self._pending, None)
-            if self._first is not None:
-                self._pending = chain([self._first], self._pending)
-        first, self._first, self._keep_first = self._first, None, False
-        return first
-
-    @property
-    def dataset(self) -> Any:
-        """The user's dataset, if there is one."""
-        return getattr(self.loader, "dataset", None)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to the samplers and the dataset that want it."""
-        for part in ("sampler", "batch_sampler", "dataset"):
-            set_epoch = getattr(getattr(self.loader, part, None), "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(epoch)
-
-    @property
-    def sampler(self) -> KeptLoader:
-        """What Lightning calls ``set_epoch`` on."""
-        return self
-
-    def __iter__(self) -> Iterator[Any]:
-        self.on_start()
-        iterator, self._pending = self._pending or iter(self.loader), None
-        while True:
-            batch = next(iterator, None)
-            sizes = self._agree(-1 if batch is None else batch_size_of(batch))
-            if min(sizes) < 0:
-                return
-            self._announce(sizes)
-            if self._keep_first:
-                self._first, self._keep_first = batch, False
-            yield batch
-
-
-class SizedKeptLoader(KeptLoader):
-    """A :class:`KeptLoader` whose length is known: the shortest over the ranks."""
-
-    def __init__(self, loader: Any, *, announce: Callable[[tuple[int, ...]], None], agree: Agree) -> None:
-        super().__init__(loader, announce=announce, agree=agree)
-        self._length = min(agree(len(loader)))
-
-    def __len__(self) -> int:
-        return self._length
 
 
 def with_batch_sampler(loader: DataLoader[Any], batch_sampler: Any) -> DataLoader[Any]:

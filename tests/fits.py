@@ -84,6 +84,7 @@ class Fit:
     reshard: bool = True
     max_steps: int = -1
     validate: bool = False
+    seed: int = 3
     groups: tuple[tuple[int, ...], ...] = ()
     modes: tuple[str, ...] = ()
     micro_batches: tuple[int, ...] = ()
@@ -184,7 +185,7 @@ def dataset(samples: int, precision: str) -> TensorDataset:
 
 def run(fit: Fit, strategy: Any, *, rank_batch: int, order: Any = None, **trainer_options: Any) -> Outcome:
     """Fit under any strategy and say what came of it."""
-    torch.manual_seed(3)
+    torch.manual_seed(fit.seed)
     module = (Validated if fit.validate else Classifier)(fit.network, through_self=fit.through_self)
     data = dataset(fit.samples, fit.precision)
     watched = Watched(data)

@@ -41,7 +41,7 @@ PAIRS = {
     "3,1, mixed": {"reshard": True, "accumulate": 1},
     "1,1,2": {"reshard": True, "accumulate": 3},
     "1,1,1,1": {"reshard": False, "accumulate": 3, "clip": 0.1, "clip_by": "value"},
-    "2,3": {"reshard": False, "accumulate": 3, "clip": 0.3},
+    "2,3": {"reshard": False, "accumulate": 3, "clip": 0.3, "options": {"cpu_offload": True}},
 }
 
 
@@ -89,6 +89,22 @@ MICRO = {
 @pytest.mark.parametrize("name", MICRO)
 def test_micro_batches_give_what_one_device_gives(ranks: WarmRanks, name: str) -> None:
     check(ranks, MICRO[name])
+
+
+def last_losses(fit: Fit) -> list[float]:
+    """One device's training loss over the last epoch, for five seeds."""
+    return [on_one_device(fit.on(seed=seed)).callback_metrics["train_loss_epoch"] for seed in range(5)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", ["4", "2,2", "1,3"])
+def test_bf16_mixed_ends_within_the_spread_of_seeds(ranks: WarmRanks, layout: str) -> None:
+    fit = fit_for(layout, precision="bf16-mixed", epochs=6)
+    spread = last_losses(fit)
+    assert max(spread) - min(spread) < 0.5  # or anything would do
+    for outcome in ranks.run(fit.ranks, on_a_rank, fit.on(seed=0), timeout=300):
+        assert min(spread) <= outcome.callback_metrics["train_loss_epoch"] <= max(spread)
 
 
 # -- traffic, at the process group -------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ LEVELS = {
     "ownership": 3,
     "collate": 3,
     "data": 3,
+    "kept": 3,
     "checkpoint": 3,
     "strategies": 4,
     "callbacks": 4,

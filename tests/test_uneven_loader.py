@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
 
-from lightning_hetero.data import KeptLoader, SizedKeptLoader, UnevenLoader, batch_size_of, can_be_split
+from lightning_hetero.data import UnevenLoader, batch_size_of, can_be_split
 from lightning_hetero.errors import DataError
+from lightning_hetero.kept import KeptLoader, SizedKeptLoader
 from lightning_hetero.plan import ShardPlan
 
 

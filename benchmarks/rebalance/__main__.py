@@ -27,7 +27,7 @@ CLUSTER = Path(__file__).with_name("throttling.yaml")
 MOVING, STAYING, IDEAL = "shares move", "shares stay", "planned for it"
 STEPS_AFTER = WITHIN + 8
 SIZE = ViTSize(width=64, heads=2)
-"""small, on slow devices: the CPU is busy for a tenth of what it emulates, and keeps up when it has other things to do"""
+"""small, on slow devices: the CPU is busy for a tenth of what it emulates, and keeps up beside other work"""
 
 SCHEMA = 1
 

@@ -19,8 +19,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from lightning_hetero.callbacks import EmulatedDevices
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import ModelCosts
-from lightning_hetero.data import KeptLoader, Split, UnevenLoader
+from lightning_hetero.data import Split, UnevenLoader
 from lightning_hetero.errors import HeteroError, PlanError, UnsupportedError, raise_all
+from lightning_hetero.kept import KeptLoader
 from lightning_hetero.models.units import Unit, find_units
 from lightning_hetero.plan import ModelKey, ShardPlan
 from lightning_hetero.planner.measured import MeasuredRanks

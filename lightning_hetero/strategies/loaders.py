@@ -11,14 +11,13 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.data import (
-    KeptLoader,
-    SizedKeptLoader,
     UnevenLoader,
     can_be_split,
     default_seed,
     with_batch_sampler,
 )
 from lightning_hetero.errors import DataError, UnsupportedError, raise_all
+from lightning_hetero.kept import KeptLoader, SizedKeptLoader
 from lightning_hetero.plan import ModelKey
 from lightning_hetero.plan.runnable import not_runnable_yet
 from lightning_hetero.strategies import lightning_adapter

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_hetero.data import KeptLoader, UnevenLoader
+from lightning_hetero.data import UnevenLoader
 from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.kept import KeptLoader
 from lightning_hetero.plan import ShardPlan
 from lightning_hetero.profiler.cache import CacheKey, MeasurementCache
 from lightning_hetero.strategies import lightning_adapter, planning
