@@ -84,9 +84,13 @@ def check_mean_loss(
         return None
     if abs(whole[0] - weighted) <= tolerance * scale:
         return None
-    by, mean, remedy = "samples", "samples", (
-        "; a mean over other items, such as unpadded tokens, is exact with loss_weight=, a function of the batch that "
-        "returns how many it has"
+    by, mean, remedy = (
+        "samples",
+        "samples",
+        (
+            "; a mean over other items, such as unpadded tokens, is exact with loss_weight=, a function of the batch that "
+            "returns how many it has"
+        ),
     )
     if weight_of is not None:
         by, mean, remedy = f"loss_weight ({weights[0]:g} and {weights[1]:g})", "what loss_weight counts", ""
