@@ -93,8 +93,8 @@ MEMORY = [
         Size((20, 3), depth=4, width=96, again=(True, True)),
         marks=[
             pytest.mark.slow,
-            # 8 % too low on rank 0 (15.0 of 16.3 MB): the formula leaves out gradients inside a block, 1.3 MB here, which
-            # are 3 % of the peak without checkpointing, and weigh more where activations are most of a smaller peak
+            # 8 % too low on rank 0 (15.0 of 16.3 MB): the formula leaves out gradients inside a block, 1.3 MB here,
+            # which are 3 % of the peak without checkpointing, and weigh more beside a smaller peak
             pytest.mark.xfail(strict=True, reason="gradients inside a block are not in the formula"),
         ],
     ),
