@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassPrecision
 
-from tests.fits import Recorder, whole
+from tests.fits import Fit, Recorder, plan_for, whole
 from tests.odd_fits import CLASSES, Plain, loaders, outcome, points, trainer_for
 
 Outcomes = dict[str, dict[str, Any]]
@@ -45,7 +45,7 @@ class Seeking(Double):
 class Scheduled(Double):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.7**epoch)]
 
 
 # -- tied weights ------------------------------------------------------------------------------------------------------
@@ -294,6 +294,9 @@ def unfreezing() -> pl.Callback:
     return callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.5)
 
 
+KEPT = Fit(shares=(3, 1), reshard=False)
+"""blocks stay gathered after an evaluation, when hooks look for the shards"""
+
 Options = Callable[[], dict[str, Any]]
 
 CASES: dict[str, tuple[Callable[[], Any], Options]] = {
@@ -318,6 +321,14 @@ CASES: dict[str, tuple[Callable[[], Any], Options]] = {
     "two networks by hand, toggled": (lambda: Adversarial(True), dict),
     "own parameters by hand": (OwnParameters, dict),
     "fine-tuning": (FineTuned, lambda: {"callbacks": [unfreezing()], "max_epochs": 4}),
+    "fine-tuning, parameters kept gathered": (
+        FineTuned,
+        lambda: {"callbacks": [unfreezing()], "max_epochs": 4, "strategy": {"plan": plan_for(KEPT)}},
+    ),
+    "averages, parameters kept gathered": (
+        Double,
+        lambda: {"callbacks": [ema()], "strategy": {"plan": plan_for(KEPT)}},
+    ),
     "accumulation by schedule, clip by norm": (
         Double,
         lambda: {"callbacks": [accumulation()], "gradient_clip_val": 0.1, "max_epochs": 3},
