@@ -346,14 +346,13 @@ BAD_PLANS: dict[str, tuple[ShardPlan, list[str]]] = {
         a_plan((1, 3), ("H100", "d1"), model=OTHER_MODEL),
         ["device_types[0]", "'H100'", "'d0'", "made for Other with 12 parameters", "this is Odd", "make a new plan"],
     ),
-    "several groups": (a_plan((1, 3), groups=((0,), (1,))), ["groups", "one group"]),
 }
 
 
 @pytest.mark.parametrize("what", BAD_PLANS)
 def test_a_plan_made_for_something_else(ranks: WarmRanks, what: str) -> None:
     plan, words = BAD_PLANS[what]
-    refused(ranks, UnsupportedError if what == "several groups" else PlanError, words, {"plan": plan})
+    refused(ranks, PlanError, words, {"plan": plan})
 
 
 def test_a_plan_file_made_for_something_else(ranks: WarmRanks, tmp_path: Path) -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import BatchSampler, DataLoader
 
+from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.ownership import Ownership, shard_slices
 from lightning_hetero.strategies import HeteroFSDPStrategy
-from tests.fits import Fit, cluster_for, on_a_rank, on_one_device, plan_for, run
+from tests.fits import Classifier, Fit, Order, cluster_for, dataset, on_a_rank, on_one_device, plan_for, run
 from tests.harness import WarmRanks
 from tests.test_fsdp_parity import assert_alike
 
@@ -105,6 +109,63 @@ def test_bf16_mixed_ends_within_the_spread_of_seeds(ranks: WarmRanks, layout: st
     assert max(spread) - min(spread) < 0.5  # or anything would do
     for outcome in ranks.run(fit.ranks, on_a_rank, fit.on(seed=0), timeout=300):
         assert min(spread) <= outcome.callback_metrics["train_loss_epoch"] <= max(spread)
+
+
+class Manual(Classifier):
+    """Steps by hand."""
+
+    automatic_optimization = False
+
+
+class Sharded(Classifier):
+    """Shards itself, over all ranks."""
+
+    def configure_model(self) -> None:
+        fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+
+def refused_on_a_rank(fit: Fit, kind: str) -> str:
+    """What a fit that cannot be is refused with."""
+    strategy = HeteroFSDPStrategy(cluster=cluster_for(fit.ranks), plan=plan_for(fit), check_loss="off", summary=False)
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=fit.ranks, logger=False, enable_checkpointing=False, max_epochs=1
+    )
+    data = dataset(12, "32-true")
+    module = {"manual": Manual, "sharded": Sharded}.get(kind, Classifier)("mlp")
+    sampler = BatchSampler(Order(12), 2, False)
+    loader = DataLoader(data, batch_sampler=_Own(sampler)) if kind == "kept" else DataLoader(data)
+    with pytest.raises(UnsupportedError) as error:
+        trainer.fit(module, loader)
+    return str(error.value)
+
+
+class _Own:
+    """A batch sampler of the user's own."""
+
+    def __init__(self, batches: BatchSampler) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+@pytest.mark.parametrize(
+    ("kind", "micro_batches", "words"),
+    [
+        ("manual", (1, 2), "2 micro-batches, and with manual optimization"),
+        ("kept", (2, 1), "2 micro-batches, but the batches of DataLoader are kept"),
+        ("sharded", (1, 1), "sharded already"),
+    ],
+)
+def test_what_groups_cannot_do_is_refused_by_name(
+    ranks: WarmRanks, kind: str, micro_batches: tuple[int, ...], words: str
+) -> None:
+    fit = Fit("mlp", shares=(2, 1), groups=((0,), (1,)), micro_batches=micro_batches)
+    said = ranks.run(2, refused_on_a_rank, fit, kind)
+    assert any(words in each for each in said)
 
 
 # -- traffic, at the process group -------------------------------------------------------------------------------------

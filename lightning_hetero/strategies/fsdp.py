@@ -247,9 +247,9 @@ class HeteroFSDPStrategy(CheckpointHooks, FSDPSteps):
         self._manual.know(module)
         self.companions.join()
         if trainer.state.fn == TrainerFn.FITTING:
-            if self.micro_batches_per_step() > 1 and not module.automatic_optimization:
+            if self.most_micro_batches() > 1 and not module.automatic_optimization:
                 raise UnsupportedError(
-                    f"the plan cuts a step into {self.micro_batches_per_step()} micro-batches, and with manual "
+                    f"the plan cuts a step into {self.most_micro_batches()} micro-batches, and with manual "
                     "optimization the step is the module's own: set micro_batches to 1 in the plan, or "
                     "automatic_optimization = True"
                 )

@@ -79,6 +79,10 @@ class FSDPSteps(HeteroStrategy):
         """Return into how many micro-batches this rank's group cuts a step."""
         return 1 if self.plan is None else self.plan.micro_batches_of(self.plan.group_of(self.global_rank))
 
+    def most_micro_batches(self) -> int:
+        """Return the most micro-batches that any group cuts a step into."""
+        return 1 if self.plan is None else max(self.plan.micro_batches, default=1)
+
     def micro_batch(self) -> tuple[int, int]:
         """Return which micro-batch of the step is at hand, and how many there are."""
         return self._micro_batches.index, self._micro_batches.count

@@ -87,7 +87,7 @@ class Loaders:
         assert self._strategy.lightning_module is not None
         trainer = self._strategy.lightning_module.trainer
         evaluating = trainer.state.stage in _EVAL_STAGES
-        micro_batches = self._strategy.micro_batches_per_step()
+        micro_batches = self._strategy.most_micro_batches()
         announce = self._eval_sizes.append if evaluating else self._announce_train
         agree = self._strategy.gather_numbers
         loader = lightning_adapter.without_index_tracking(loader)
