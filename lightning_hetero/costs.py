@@ -24,6 +24,7 @@ _UNIT_KEYS = (
     "kept_activation_bytes",
     "output_bytes",
 )
+_UNIT_OPTIONAL = ("timings", "is_block", "shared_parameters", "inner_gradient_bytes")
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,8 @@ class UnitCost:
         is_block: whether it is one of the repeated blocks that FSDP2 wraps one by one; the others form the root group.
         shared_parameters: number of its parameters that count with an earlier unit (tied weights); a stage without
             that unit needs a copy of them.
+        inner_gradient_bytes: bytes per sample of the largest gradient inside the unit, which is there while all that
+            the unit keeps is: taken for as large as the largest tensor that it keeps. 0 where it was not counted.
     """
 
     name: str
@@ -123,6 +126,7 @@ class UnitCost:
     timings: Mapping[str, UnitTiming] = field(default_factory=dict)
     is_block: bool = True
     shared_parameters: int = 0
+    inner_gradient_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -292,7 +296,7 @@ def _read_devices(record: Record, value: object) -> dict[str, str]:
 
 
 def _read_unit(record: Record, value: object, place: str) -> UnitCost:
-    unit = record.mapping(value, place, _UNIT_KEYS, ["timings", "is_block", "shared_parameters"]) or {}
+    unit = record.mapping(value, place, _UNIT_KEYS, _UNIT_OPTIONAL) or {}
     timings: dict[str, UnitTiming] = {}
     if not isinstance(unit.get("timings", {}), Mapping):
         record.note(f"{place}.timings", f"is {shown(unit['timings'])}: write a mapping of device type to seconds")
@@ -309,6 +313,7 @@ def _read_unit(record: Record, value: object, place: str) -> UnitCost:
         timings=timings,
         is_block=record.take(unit, "is_block", place, boolean, True),
         shared_parameters=record.take(unit, "shared_parameters", place, integer(0), 0),
+        inner_gradient_bytes=record.take(unit, "inner_gradient_bytes", place, integer(0), 0),
     )
 
 

@@ -142,7 +142,7 @@ def measured_units(size: Size, samples: int = 4) -> list[UnitCost]:
     known = {p.untyped_storage().data_ptr() for p in module.parameters()}
     images = torch.randn(samples, 1, PIXELS, PIXELS)
     known.add(images.untyped_storage().data_ptr())
-    kept, outputs = [0] * len(units), [0] * len(units)
+    kept, outputs, largest = [0] * len(units), [0] * len(units), [0] * len(units)
     alive: list[Tensor] = []  # so that no address is used twice
     now = 0
 
@@ -151,6 +151,7 @@ def measured_units(size: Size, samples: int = 4) -> list[UnitCost]:
         if storage.data_ptr() not in known:
             known.add(storage.data_ptr())
             kept[now] += storage.nbytes()
+            largest[now] = max(largest[now], storage.nbytes())
         alive.append(tensor)
         return tensor
 
@@ -181,6 +182,7 @@ def measured_units(size: Size, samples: int = 4) -> list[UnitCost]:
             kept[index] // samples,
             outputs[index] // samples,
             is_block=unit.is_block,
+            inner_gradient_bytes=largest[index] // samples,
         )
         for index, unit in enumerate(units)
     ]

@@ -1,5 +1,7 @@
 """The memory formula: by hand for small cases, and its properties."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,6 +49,14 @@ def test_by_hand_in_a_group_of_three():
         ("reduce", "a"): (states + 68 * 4 + 2 * 100 * 4, 0),
         ("step", ""): (states + 68 * 4, 0),
     }
+
+
+def test_a_gradient_inside_a_unit_comes_before_the_whole_gradient():
+    a, b, c = BLOCKS
+    found = points(shard_memory([a, replace(b, inner_gradient_bytes=10), replace(c, inner_gradient_bytes=3)], 3))
+    # the unit, the one before it, the gradient on its way; what is kept, gradients of the output and of the inside
+    assert found["inside backward", "b"] == (68 * 12 + 20 * 4 + (40 + 100) * 4 + 60 * 4, 12 + 3 + 10)
+    assert ("inside backward", "c") not in found  # no larger than that of its input, which comes later
 
 
 def test_without_prefetch_nothing_waits():

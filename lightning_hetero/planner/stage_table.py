@@ -50,7 +50,9 @@ class StageTable:
         received = np.concatenate([before, [0.0]])[:, None] + np.concatenate([[0.0], output[:-1], [0.0]])[None, :]
         self._received, self._end = received, end
         self._kept = {False: _prefix(kept), True: _prefix(before)}
-        self._at_work = {False: before + gradient, True: before + gradient + kept}
+        inner = np.array([unit.inner_gradient_bytes for unit in costs.units], dtype=np.float64)
+        at_work = np.maximum(before, inner) + gradient
+        self._at_work = {False: at_work, True: at_work + kept}
         own = _prefix(unit.parameters for unit in costs.units)
         copies = _prefix(unit.shared_parameters for unit in costs.units)
         # Row a: the running sum of parameters for a stage that begins at a; copies of tied ones except at 0.

@@ -36,6 +36,7 @@ class UnitTally:
         kept_bytes: that its forwards keep for the backward, each storage once, parameters and buffers aside.
         kept_between_bytes: the same of what runs between this unit and the next.
         output_bytes: of what it returns.
+        largest_kept_bytes: of the largest tensor of numbers that it keeps.
     """
 
     forward_flops: int = 0
@@ -43,6 +44,7 @@ class UnitTally:
     kept_bytes: int = 0
     kept_between_bytes: int = 0
     output_bytes: int = 0
+    largest_kept_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,7 @@ def costs_of(counted: Counted, name: str, inputs: Sequence[Tensor], dtype: str) 
                 output_bytes=counted.per_sample(max(tally.output_bytes, taken)),
                 is_block=units[index].is_block,
                 shared_parameters=shared[index],
+                inner_gradient_bytes=counted.per_sample(tally.largest_kept_bytes),
             )
         )
     loose = sum(parameter.numel() for parameter in counted.model.parameters()) - sum(own)
@@ -277,7 +280,10 @@ class _Count:
             return tensor
         self._remember(tensor)
         if self._inside is not None:
-            self.tallies[self._inside].kept_bytes += storage.nbytes()
+            tally = self.tallies[self._inside]
+            tally.kept_bytes += storage.nbytes()
+            if tensor.is_floating_point():
+                tally.largest_kept_bytes = max(tally.largest_kept_bytes, storage.nbytes())
         elif self._last is not None:
             self.tallies[self._last].kept_between_bytes += storage.nbytes()
         else:

@@ -10,7 +10,7 @@ parameter and per sample of the micro-batch::
                          end:      the stage's output, until its backward; on the last stage what the loss keeps
     forward              n x (kept + end)
     backward of unit i   (n - 1) x (kept + end) + kept by units up to i + end
-                         gradients of the output and the input of unit i
+                         gradients of the output and of the input of unit i, or of what is inside it
                          with checkpointing: what unit i keeps, since its forward is run again
     buffers              one input and one gradient that are received ahead (not on the first and last stage)
     step                 temporaries of the optimizer
@@ -172,7 +172,8 @@ class _Stage:
 
     def _backward_bytes(self, index: int, in_flight: int) -> int:
         unit = self.units[index]
-        at_work = sum(self.kept[: index + 1]) + self.end + self.inputs[index]
+        # the gradient of the input comes when the largest one inside has gone
+        at_work = sum(self.kept[: index + 1]) + self.end + max(self.inputs[index], unit.inner_gradient_bytes)
         at_work += self.last_gradient if index == len(self.units) - 1 else unit.output_bytes
         at_work += unit.kept_activation_bytes if self.recompute else 0
         return self.waiting_bytes(in_flight - 1) + at_work

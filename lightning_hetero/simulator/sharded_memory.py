@@ -10,7 +10,9 @@ One rank of a shard group of G holds, with p parameters in a unit, S = ceil(p / 
     loss                 all activations, and what the loss keeps
     backward             gradients                               S of the units that are done
       gather of unit i   as in forward
-      compute            unit i, the previous unit, gathered ahead, and unit i's whole gradient
+      inside             unit i, the previous unit, gathered ahead
+                         activations kept by units up to i, gradients of the output of unit i and of what is inside it
+      compute            the same, and unit i's whole gradient
                          activations kept by units up to i, gradients of the output and input of unit i
       reduce of unit i   its gradient and the copy of it that is sent, in place of its parameters
                          activations kept by units up to i - 1, gradient of its input
@@ -109,7 +111,7 @@ def shard_memory(
         buffers: gradients on their way.
 
     Returns:
-        The moments that may be the peak: up to two per unit in forward and three in backward, the loss, the
+        The moments that may be the peak: up to two per unit in forward and four in backward, the loss, the
         reduction of the root's gradients, and the optimizer's step. Between units that are alike, bytes grow evenly
         from one to the next, so that only the ends of a row of them can be the peak: the others are left out.
 
@@ -234,7 +236,11 @@ class _Step:
                 waiting -= block
             else:
                 waiting = self.ahead_backward[index]
-            fixed = base + (waiting + block + self.sent[index]) * state.gathered + held
+            fixed = base + (waiting + block) * state.gathered + held
+            if unit.inner_gradient_bytes > into:
+                inside = self.kept_in_backward[index] + out + unit.inner_gradient_bytes
+                yield MemoryPoint("inside backward", unit.name, math.ceil(fixed), inside)
+            fixed += self.sent[index] * state.gathered
             passed = self.kept_in_backward[index] + out + into
             yield MemoryPoint("backward", unit.name, math.ceil(fixed), passed)
             done += self.shards[index] if self.sent[index] or self.whole else 0
@@ -269,7 +275,9 @@ class _Step:
 
 def _inside(units: Sequence[UnitCost], root: frozenset[str], edge: int) -> list[bool]:
     """Whether each unit is within a row of units that are alike, at least ``edge`` units from both ends of it."""
-    looks = [(u.parameters, u.kept_activation_bytes, u.output_bytes, u.name in root) for u in units]
+    looks = [
+        (u.parameters, u.kept_activation_bytes, u.output_bytes, u.inner_gradient_bytes, u.name in root) for u in units
+    ]
     inside, start = [False] * len(units), 0
     for stop in range(1, len(units) + 1):
         if stop == len(units) or looks[stop] != looks[start]:

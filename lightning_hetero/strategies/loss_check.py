@@ -88,8 +88,8 @@ def check_mean_loss(
         "samples",
         "samples",
         (
-            "; a mean over other items, such as unpadded tokens, is exact with loss_weight=, a function of the batch that "
-            "returns how many it has"
+            "; a mean over other items, such as unpadded tokens, is exact with loss_weight=, a function of the batch "
+            "that returns how many it has"
         ),
     )
     if weight_of is not None:

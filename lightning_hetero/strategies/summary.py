@@ -144,8 +144,8 @@ def print_summary(ranks: Sequence[RankSummary], plan: ShardPlan) -> None:
     exposed = _unplanned_share(ranks, plan)
     if exposed is not None and exposed > 0.1:
         console.print(
-            f"{exposed:.0%} of a step is none of the units' compute (communication, optimizer, input, Python), which a "
-            "plan made from measured units does not count: larger batches make it weigh less"
+            f"{exposed:.0%} of a step is none of the units' compute: communication and Python, which a plan made from "
+            "measured steps counts, the optimizer's step and input, which it does not; larger batches make it less"
         )
     reports = [rank.emulation for rank in ranks if rank.emulation is not None]
     late = late_line(reports)

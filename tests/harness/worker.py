@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import pickle
 import random
@@ -92,6 +93,8 @@ def run_rank(rank: int, job: Job, connection: Connection) -> None:
 def _call(rank: int, job: Job) -> Any:
     os.environ.update(rank_environment(rank, job))
     os.chdir(job.folder / "work")
+    # as in a user's process: workers of a DataLoader would otherwise import torch anew, for half a minute
+    multiprocessing.set_start_method("fork", force=True)
     import torch
     from lightning_utilities.core.rank_zero import rank_zero_only
 
