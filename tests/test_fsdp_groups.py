@@ -42,10 +42,10 @@ def fit_for(layout: str, **changes: Any) -> Fit:
 PAIRS = {
     "2,2": {"reshard": True, "accumulate": 3, "clip": 0.3},
     "1,3": {"reshard": False, "accumulate": 1, "clip": 0.3, "validate": True},
-    "3,1, mixed": {"reshard": True, "accumulate": 1},
-    "1,1,2": {"reshard": True, "accumulate": 3},
-    "1,1,1,1": {"reshard": False, "accumulate": 3, "clip": 0.1, "clip_by": "value"},
-    "2,3": {"reshard": False, "accumulate": 3, "clip": 0.3, "options": {"cpu_offload": True}},
+    "3,1, mixed": {"reshard": True, "accumulate": 1, "network": "mlp"},
+    "1,1,2": {"reshard": True, "accumulate": 3, "network": "mlp"},
+    "1,1,1,1": {"reshard": False, "accumulate": 3, "network": "mlp", "clip": 0.1, "clip_by": "value"},
+    "2,3": {"reshard": False, "accumulate": 3, "network": "mlp", "clip": 0.3, "options": {"cpu_offload": True}},
 }
 
 
@@ -79,14 +79,14 @@ def test_every_layout(ranks: WarmRanks, layout: str, reshard: bool, accumulate: 
 
 MICRO = {
     "one group": fit_for("4", micro_batches=(2,), validate=True),
-    "equal groups": fit_for("2,2", micro_batches=(3, 1), clip=0.3),
-    "groups that do not march together": fit_for("1,3", micro_batches=(1, 3), accumulate=3, clip=0.3),
-    "a group of 5 ranks": fit_for("2,3", micro_batches=(2, 1)),
-    "more micro-batches than samples": fit_for("1,1,2", micro_batches=(4, 1, 6), validate=True),
+    "equal groups": fit_for("2,2", micro_batches=(3, 1), network="mlp", clip=0.3),
+    "groups that do not march together": fit_for("1,3", micro_batches=(1, 3), network="mlp", accumulate=3, clip=0.3),
+    "a group of 5 ranks": fit_for("2,3", micro_batches=(2, 1), network="mlp"),
+    "more micro-batches than samples": fit_for("1,1,2", micro_batches=(4, 1, 6), network="mlp", validate=True),
     "NO_SHARD, and recomputing on some ranks": fit_for(
         "1,3", modes=("FULL_SHARD", "NO_SHARD"), micro_batches=(1, 2), checkpointing=(True, False, True, False)
     ),
-    "NO_SHARD alone": fit_for("4", modes=("NO_SHARD",), clip=0.3),
+    "NO_SHARD alone": fit_for("4", modes=("NO_SHARD",), network="mlp", clip=0.3),
 }
 
 
@@ -201,7 +201,7 @@ def traffic_of_a_rank(fit: Fit) -> tuple[list[int], int, int]:
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_what_crosses_is_what_ownership_says(ranks: WarmRanks, accumulate: int) -> None:
-    fit = fit_for("2,3", accumulate=accumulate)
+    fit = fit_for("2,3", network="mlp", accumulate=accumulate)
     for elements, expected, runs in ranks.run(fit.ranks, traffic_of_a_rank, fit):
         # two steps; one number beside each run says whether there is a gradient
         assert sum(elements) == 2 * (expected + runs)

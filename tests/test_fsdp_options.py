@@ -382,8 +382,10 @@ def test_parameters_that_stay_gathered_are_not_gathered_again(ranks: WarmRanks) 
         assert found == [(FORWARD["ahead"], BACKWARD["gathered"])] * 3
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("network", ["vit", "mlp"])
+@pytest.mark.parametrize(
+    ("network", "reshard"),
+    [pytest.param("vit", True, marks=pytest.mark.slow), ("vit", False), ("mlp", True), ("mlp", False)],
+)
 def test_numbers_are_the_same_under_all_orders(ranks: WarmRanks, network: str, reshard: bool) -> None:
     fit = Fit(network=network, shares=(3, 2), max_steps=3, reshard=reshard)
     several: list[dict[str, Any]] = [{"activation_checkpointing": True}, {"activation_checkpointing": 2}]

@@ -42,7 +42,7 @@ from tests.test_fsdp_exactness import alike
 SHARES = (3, 1)
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=pytest.mark.slow) for part in (2, 3))])
 def test_fits_are_one_devices(ranks: WarmRanks, part: int) -> None:
     names = list(CASES)[part::4]
     reference = train_all(None, names)
@@ -75,7 +75,7 @@ def straight_and_resumed(shares: tuple[int, ...], names: list[str], folder: str,
     return result
 
 
-@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("part", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_resumed_in_the_middle(ranks: WarmRanks, tmp_path: Path, part: int) -> None:
     names = list(RESUMED)[part::2]
     straight = {name: resume(None, name, str(tmp_path / f"one {i}"), None, 30) for i, name in enumerate(names)}
@@ -250,7 +250,14 @@ def test_ranks_that_stop_together(ranks: WarmRanks, when: str, steps: int) -> No
     assert ranks.run(2, stop, when, (0, 1), process_group=False) == [steps] * 2
 
 
-@pytest.mark.parametrize(("when", "who"), [("batch", 0), ("batch", 1), ("validation", 1), ("epoch", 0)])
+@pytest.mark.parametrize(
+    ("when", "who"),
+    [
+        ("batch", 0),
+        ("validation", 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("batch", 1), ("epoch", 0))),
+    ],
+)
 def test_a_rank_that_stops_alone_is_named(ranks: WarmRanks, when: str, who: int) -> None:
     began = time.monotonic()
     outcomes = ranks.run_outcomes(2, stop, when, (who,), process_group=False)
