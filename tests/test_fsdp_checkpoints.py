@@ -101,7 +101,9 @@ EQUAL = FIT.on(shares=(1, 1, 1, 1), groups=((0, 1), (2, 3)))
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(
-    ("saver", "loader"), [(GROUPS, EQUAL), (EQUAL, GROUPS), (GROUPS, FIT), (OTHER, GROUPS)], ids="abcd"
+    ("saver", "loader"),
+    [(GROUPS, EQUAL), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((EQUAL, GROUPS), (OTHER, GROUPS)))],
+    ids="abc",
 )
 def test_resume_under_other_groups(ranks: WarmRanks, tmp_path: Path, sharded: bool, saver: Fit, loader: Fit) -> None:
     straight = one_device(FIT, 10, str(tmp_path / "one"))

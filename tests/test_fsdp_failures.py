@@ -215,11 +215,11 @@ nodes:
 @pytest.mark.parametrize(
     ("culprit", "how", "launcher"),
     [
-        (0, "raise", "lightning"),
         (1, "raise", "lightning"),
         (0, "kill", "lightning"),
-        (1, "kill", "lightning"),
-        (1, "kill", "torchrun"),
+        pytest.param(0, "raise", "lightning", marks=pytest.mark.slow),
+        pytest.param(1, "kill", "lightning", marks=pytest.mark.slow),
+        pytest.param(1, "kill", "torchrun", marks=pytest.mark.slow),
     ],
 )
 def test_the_launcher_ends_with_the_failing_ranks_message(

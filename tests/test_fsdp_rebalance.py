@@ -208,7 +208,12 @@ def same_curve(moved: dict[str, Any], still: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("workers", "options"),
-    [(0, {}), (0, {"accumulate_grad_batches": 3, "steps": 26}), (2, {}), (1, {"val_check_interval": 4})],
+    [
+        (0, {}),
+        (0, {"accumulate_grad_batches": 3, "steps": 26}),
+        pytest.param(2, {}, marks=pytest.mark.slow),
+        (1, {"val_check_interval": 4}),
+    ],
     ids=["plain", "accumulation", "workers", "a worker and validation within epochs"],
 )
 def test_a_rank_that_slows_gets_less_and_nothing_else_changes(
@@ -251,6 +256,7 @@ def test_what_returns_to_its_speed_gets_its_share_back(ranks: WarmRanks) -> None
     assert [entry["batch_shares"] for entry in result["moves"]] == [[4, 4], [6, 2], [4, 4]]
 
 
+@pytest.mark.slow
 def test_noise_and_what_slows_all_alike_move_nothing(ranks: WarmRanks) -> None:
     for seconds in (((1.0, 1.04), (1.0, 1.1)), ((1.0, 3.0), (1.0, 3.0))):
         result = ranks.run(2, moving, (4, 4), QUICK, seconds=seconds)[0]
@@ -301,6 +307,7 @@ def test_a_resumed_run_goes_on_with_the_moved_shares(ranks: WarmRanks, tmp_path:
     )
 
 
+@pytest.mark.slow
 def test_other_ranks_or_a_rule_that_is_off_start_with_the_plan(ranks: WarmRanks, tmp_path: Path) -> None:
     path = str(tmp_path / "moved.ckpt")
     still = ranks.run(2, moving, (4, 4), False)[0]
