@@ -85,7 +85,8 @@ def test_a_forward_of_the_users_own_comes_back() -> None:
 
 
 MEMORY = [
-    Size((8, 4), again=(True, False)),
+    Size((5, 3), depth=4, again=(True, False)),
+    pytest.param(Size((8, 4), again=(True, False)), marks=pytest.mark.slow),
     pytest.param(Size((8, 4), again=(True, True)), marks=pytest.mark.slow),
     pytest.param(Size((12, 9), again=(True, True), reshard=False), marks=pytest.mark.slow),
     pytest.param(Size((8, 5, 2, 1), again=(True, True, False, True)), marks=pytest.mark.slow),

@@ -127,6 +127,7 @@ def test_discover_writes_what_is_there_and_says_what_changed(tmp_path, capsys):
     assert "is new" in shown
 
 
+@pytest.mark.slow
 def test_discover_under_torchrun_has_every_rank(tmp_path):
     out = tmp_path / "cluster.yaml"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--log-dir", str(tmp_path)]

@@ -102,8 +102,11 @@ EQUAL = FIT.on(shares=(1, 1, 1, 1), groups=((0, 1), (2, 3)))
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(
     ("saver", "loader"),
-    [(GROUPS, EQUAL), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((EQUAL, GROUPS), (OTHER, GROUPS)))],
-    ids="abc",
+    [
+        (GROUPS, EQUAL),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((EQUAL, GROUPS), (OTHER, GROUPS), (GROUPS, FIT))),
+    ],
+    ids="abcd",
 )
 def test_resume_under_other_groups(ranks: WarmRanks, tmp_path: Path, sharded: bool, saver: Fit, loader: Fit) -> None:
     straight = one_device(FIT, 10, str(tmp_path / "one"))

@@ -215,7 +215,7 @@ nodes:
 @pytest.mark.parametrize(
     ("culprit", "how", "launcher"),
     [
-        (1, "raise", "lightning"),
+        pytest.param(1, "raise", "lightning", marks=pytest.mark.slow),
         (0, "kill", "lightning"),
         pytest.param(0, "raise", "lightning", marks=pytest.mark.slow),
         pytest.param(1, "kill", "lightning", marks=pytest.mark.slow),

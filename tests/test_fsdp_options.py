@@ -434,7 +434,9 @@ def test_parameters_compute_in_the_type_asked_for_and_are_kept_in_their_own(
         assert seen["kept"] == "torch.float32"
 
 
-@pytest.mark.parametrize("policy", [{"reduce_dtype": "float32"}, {"param_dtype": "float32"}])
+@pytest.mark.parametrize(
+    "policy", [{"reduce_dtype": "float32"}, pytest.param({"param_dtype": "float32"}, marks=pytest.mark.slow)]
+)
 def test_gradients_reduced_in_another_type_are_waited_for_before_they_are_cast(
     ranks: WarmRanks, policy: dict[str, str]
 ) -> None:

@@ -210,7 +210,7 @@ def same_curve(moved: dict[str, Any], still: dict[str, Any]) -> None:
     ("workers", "options"),
     [
         (0, {}),
-        (0, {"accumulate_grad_batches": 3, "steps": 26}),
+        pytest.param(0, {"accumulate_grad_batches": 3, "steps": 26}, marks=pytest.mark.slow),
         pytest.param(2, {}, marks=pytest.mark.slow),
         (1, {"val_check_interval": 4}),
     ],
