@@ -141,6 +141,7 @@ def test_discover_under_torchrun_has_every_rank(tmp_path):
     assert run.stdout.count("written to") == 1
 
 
+@pytest.mark.slow
 def test_the_module_and_the_script_are_the_same_program():
     assert 'lightning-hetero = "lightning_hetero.cli:main"' in (ROOT / "pyproject.toml").read_text()
     command = [sys.executable, "-m", "lightning_hetero", "profile", "--help"]

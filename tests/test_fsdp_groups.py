@@ -92,7 +92,10 @@ MICRO = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in ("one group", "equal groups") else []) for name in MICRO],
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("one group", "equal groups", "NO_SHARD alone") else [])
+        for name in MICRO
+    ],
 )
 def test_micro_batches_give_what_one_device_gives(ranks: WarmRanks, name: str) -> None:
     check(ranks, MICRO[name])

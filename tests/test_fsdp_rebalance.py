@@ -212,7 +212,7 @@ def same_curve(moved: dict[str, Any], still: dict[str, Any]) -> None:
         (0, {}),
         pytest.param(0, {"accumulate_grad_batches": 3, "steps": 26}, marks=pytest.mark.slow),
         pytest.param(2, {}, marks=pytest.mark.slow),
-        (1, {"val_check_interval": 4}),
+        pytest.param(1, {"val_check_interval": 4}, marks=pytest.mark.slow),
     ],
     ids=["plain", "accumulation", "workers", "a worker and validation within epochs"],
 )
@@ -266,6 +266,7 @@ def test_noise_and_what_slows_all_alike_move_nothing(ranks: WarmRanks) -> None:
     assert result["moves"] == []
 
 
+@pytest.mark.slow
 def test_a_share_stays_under_what_memory_holds(ranks: WarmRanks) -> None:
     """The devices have 16 GiB: where four samples took 13 of them no fifth one fits, where they took 12 it does."""
     result = ranks.run(2, moving, (4, 4), QUICK, peak_bytes=(13 * 2**30, 2**20))[0]

@@ -254,7 +254,7 @@ def test_ranks_that_stop_together(ranks: WarmRanks, when: str, steps: int) -> No
     ("when", "who"),
     [
         ("batch", 0),
-        ("validation", 1),
+        pytest.param("validation", 1, marks=pytest.mark.slow),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("batch", 1), ("epoch", 0))),
     ],
 )
