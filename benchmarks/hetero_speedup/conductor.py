@@ -53,7 +53,7 @@ def alternate(
         # one after the other: arms that start together would measure their devices under each other's load
         for name, (arm, case) in plan.items():
             progress(f"{title}: starting {name}", 0)
-            running[name] = stack.enter_context(_closing(ArmRanks(name, arm, case, case.world_size)))
+            running[name] = stack.enter_context(contextlib.closing(ArmRanks(name, arm, case, case.world_size)))
             times[name].info = running[name].wait_ready()
             for _ in range(effort.warmup_steps):
                 running[name].step()
@@ -73,11 +73,3 @@ def _steps(ranks: ArmRanks, steps: int, title: str, progress: Progress) -> Itera
     for _ in range(steps):
         yield ranks.step()
         progress(f"{title}: {ranks.name}", 1)
-
-
-@contextlib.contextmanager
-def _closing(ranks: ArmRanks) -> Iterator[ArmRanks]:
-    try:
-        yield ranks
-    finally:
-        ranks.close()

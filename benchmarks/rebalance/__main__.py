@@ -7,7 +7,6 @@ import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -52,7 +51,7 @@ def run(cluster_path: Path, global_batch: int, folder: Path) -> dict[str, Any]:
         running: dict[str, ArmRanks] = {}
         # one after the other: arms that start together would measure their devices under each other's load
         for name, (arm, case) in plan.items():
-            running[name] = stack.enter_context(_closing(ArmRanks(name, arm, case, case.world_size)))
+            running[name] = stack.enter_context(contextlib.closing(ArmRanks(name, arm, case, case.world_size)))
             info[name] = running[name].wait_ready()
             print(f"{name}: batch shares {info[name]['batch_shares']}", flush=True)
         for step in range(change + STEPS_AFTER):
@@ -82,14 +81,6 @@ def run(cluster_path: Path, global_batch: int, folder: Path) -> dict[str, Any]:
             for name, (_, case) in plan.items()
         },
     }
-
-
-@contextlib.contextmanager
-def _closing(ranks: ArmRanks) -> Iterator[ArmRanks]:
-    try:
-        yield ranks
-    finally:
-        ranks.close()
 
 
 def main() -> int:

@@ -10,6 +10,7 @@ from lightning_hetero.errors import InfeasibleError
 from lightning_hetero.plan import ModelKey, RankPrediction, ShardPlan
 from lightning_hetero.planner.batch import slowest_seconds, split_batch
 from lightning_hetero.planner.one_group import plan_one_group
+from lightning_hetero.simulator.memory import RankMemory
 from lightning_hetero.units import format_bytes, format_seconds
 
 WORTH_IT = 0.01
@@ -119,16 +120,18 @@ def _as_groups(plan: ShardPlan, groups: tuple[tuple[int, ...], ...], modes: tupl
     return replace(plan, groups=groups, modes=modes, reshard_after_forward=reshards, reasons=reasons)
 
 
-def _holds(cluster: Cluster, ranks: MeasuredRanks, rank: int, is_split: bool) -> int:
-    """The most samples of a micro-batch of ``rank``, under 0 where not even its states fit."""
+def _memory(ranks: MeasuredRanks, rank: int, is_split: bool) -> RankMemory:
+    """Memory of ``rank`` by the samples of a micro-batch."""
     assert ranks.fixed_bytes is not None
     assert ranks.bytes_per_sample is not None
     extra = ranks.accumulating_bytes[rank] if is_split and ranks.accumulating_bytes is not None else 0
-    free = cluster.devices[rank].memory_bytes - ranks.fixed_bytes[rank] - extra
-    if free < 0:
-        return -1
-    each = ranks.bytes_per_sample[rank]
-    return int(free / each) if each > 0 else 2**31
+    return RankMemory.measured(ranks.fixed_bytes[rank] + extra, ranks.bytes_per_sample[rank])
+
+
+def _holds(cluster: Cluster, ranks: MeasuredRanks, rank: int, is_split: bool) -> int:
+    """The most samples of a micro-batch of ``rank``, under 0 where not even its states fit."""
+    most = _memory(ranks, rank, is_split).max_samples(cluster.devices[rank].memory_bytes)
+    return 2**31 if most is None else most
 
 
 def _holds_a_sample(cluster: Cluster, ranks: MeasuredRanks) -> bool:
@@ -177,12 +180,9 @@ def _with_micro_batches(
     shares = split_batch(ranks.seconds_per_sample, taken, global_batch_size, max_samples=limits, min_samples=1)
     step_s = slowest_seconds(ranks.seconds_per_sample, taken, shares)
     sizes = tuple(-(-share // count_of[rank]) for rank, share in enumerate(shares))
-    assert ranks.fixed_bytes is not None
-    assert ranks.bytes_per_sample is not None
     predictions = []
     for rank, share in enumerate(shares):
-        extra = ranks.accumulating_bytes[rank] if ranks.accumulating_bytes is not None and count_of[rank] > 1 else 0
-        peak = ranks.fixed_bytes[rank] + extra + round(ranks.bytes_per_sample[rank] * sizes[rank])
+        peak = _memory(ranks, rank, is_split=count_of[rank] > 1).peak_bytes(sizes[rank])
         busy_s = fixed[rank] + ranks.seconds_per_sample[rank] * share
         predictions.append(RankPrediction.of(busy_s, step_s, peak))
     split = [
