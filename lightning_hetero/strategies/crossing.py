@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_hetero.ownership import Ownership
+from lightning_hetero.strategies.sharding import parameters_within
 
 OwnerGroups = Mapping[tuple[int, ...], Any]
 """a process group for each set of owners"""
@@ -174,12 +175,7 @@ def _unit_of(
     rank: int,
     managed: set[nn.Parameter],
 ) -> _Unit:
-    inner = managed | {
-        parameter
-        for child in module.modules()
-        if child is not module and isinstance(child, FSDPModule)
-        for parameter in child.parameters()
-    }
+    inner = managed | parameters_within(module)
     unit = _Unit()
     for parameter in module.parameters():
         if parameter in inner:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_hetero.models.units import Unit
 from lightning_hetero.strategies.options import ShardingOptions
 from lightning_hetero.strategies.overlap import OverlappedReduceScatter
+from lightning_hetero.strategies.sharding import parameters_within
 
 
 def order_gathers(
@@ -106,10 +107,5 @@ def _before(blocks: Sequence[FSDPModule], index: int, count: int) -> list[FSDPMo
 def _trained_dtype(module: Any) -> torch.dtype | None:
     """Return the type of the trained parameters that FSDP2 gathers with ``module``; it takes one type only."""
     wrapped: nn.Module = module
-    inner = {
-        parameter
-        for child in wrapped.modules()
-        if child is not module and isinstance(child, FSDPModule)
-        for parameter in child.parameters()
-    }
+    inner = parameters_within(wrapped)
     return next((p.dtype for p in wrapped.parameters() if p.requires_grad and p not in inner), None)

@@ -229,6 +229,16 @@ class _Broadcast:
             reset()
 
 
+def parameters_within(module: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that wrapped modules inside ``module`` have, so that it does not manage them itself."""
+    return {
+        parameter
+        for child in module.modules()
+        if child is not module and isinstance(child, FSDPModule)
+        for parameter in child.parameters()
+    }
+
+
 def _is_sharded(tensor: Any) -> bool:
     return isinstance(tensor, DTensor)
 
