@@ -135,6 +135,7 @@ class WarmRanks:
                 processes.append(process)
                 connections.append(ours)
             found = _collect(processes, connections, timeout_s, grace_s)
+            found = {r: _with_last_stack(o, job.folder) for r, o in found.items()}
             missing = [rank for rank in range(job.world_size) if rank not in found]
             stacks = _stacks(missing, processes, job.folder)
             killed = {r: Outcome(r, "running", error_type="Killed", traceback=stacks[r]) for r in missing}
@@ -185,6 +186,14 @@ def _stacks(ranks: list[int], processes: list[BaseProcess], folder: Path) -> dic
         time.sleep(0.5)
     paths = {rank: folder / f"rank{rank}.stacks" for rank in ranks}
     return {rank: path.read_text() if path.exists() else "not started\n" for rank, path in paths.items()}
+
+
+def _with_last_stack(outcome: Outcome, folder: Path) -> Outcome:
+    """A rank that died of a signal left what it was at to faulthandler."""
+    path = folder / f"rank{outcome.rank}.stacks"
+    if outcome.error_type != "RankDied" or not path.exists():
+        return outcome
+    return replace(outcome, traceback=path.read_text(errors="replace"))
 
 
 def _end(processes: list[BaseProcess], connections: list[Connection], finished: set[int]) -> None:
