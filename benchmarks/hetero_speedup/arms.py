@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
 
 from benchmarks.hetero_speedup.case import Case
@@ -59,25 +61,34 @@ def solo_case(case: Case, rank: int, cluster_path: Any) -> Case:
 
 def hetero_equal(case: Case, rank: int, gate: Gate) -> None:
     """Our strategy on equal devices with equal shares: what differs from :func:`plain_fsdp2` is overhead."""
+    fit(case, DigitClassifier(case.size), equal_strategy(case), [], gate)
+
+
+def equal_strategy(case: Case, groups: tuple[tuple[int, ...], ...] = (), **options: Any) -> HeteroFSDPStrategy:
+    """Our strategy by a plan of equal shares on equal devices; one group that shards fully, unless said otherwise."""
     core = Device(type="core", node="here", memory_bytes=8 * 2**30, speed_flops_per_s=None)
     cluster = Cluster("equal cores", (core,) * case.world_size)
     plan = ShardPlan(
         global_batch_size=case.global_batch,
         batch_shares=(case.local_batch,) * case.world_size,
-        groups=(tuple(range(case.world_size)),),
+        groups=groups or (tuple(range(case.world_size)),),
         device_types=cluster.device_types(),
-        reshard_after_forward=True,
+        reshard_after_forward=options.get("reshard_after_forward", True),
     )
-    strategy = HeteroFSDPStrategy(cluster, plan)
-    fit(case, DigitClassifier(case.size), strategy, [], gate)
+    return HeteroFSDPStrategy(cluster, plan, **options)
 
 
 def plain_fsdp2(case: Case, rank: int, gate: Gate) -> None:
     """FSDP2 in a plain loop without Lightning, with the same options."""
+    plain_loop(case, gate, (case.world_size,), lambda model, mesh: shard(model, mesh))
+
+
+def plain_loop(case: Case, gate: Gate, mesh_shape: tuple[int, ...], apply: Callable[[Any, DeviceMesh], None]) -> None:
+    """Train in a plain loop without Lightning a model that ``apply`` shards over a mesh."""
     torch.distributed.init_process_group("gloo")
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (case.world_size,))
+    mesh = init_device_mesh("cpu", mesh_shape)
     model = case.size.build()
-    shard(model, mesh)
+    apply(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     loader = digit_loader(case.local_batch, case.local_batch, case.max_steps)
     gate.ready({"strategy": "plain loop"})

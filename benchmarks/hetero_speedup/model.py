@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -77,11 +78,11 @@ class FullyShardedDigitClassifier(DigitClassifier):
         shard(self.model, self.device_mesh["data_parallel"])
 
 
-def shard(model: nn.Module, mesh: torch.distributed.device_mesh.DeviceMesh) -> None:
-    """Apply FSDP2 with its defaults to each block and to the root."""
+def shard(model: nn.Module, mesh: torch.distributed.device_mesh.DeviceMesh, **options: Any) -> None:
+    """Apply FSDP2 to each block and to the root, with its defaults or other options of ``fully_shard``."""
     for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
 
 
 class DigitImages(Dataset[tuple[Tensor, Tensor]]):
