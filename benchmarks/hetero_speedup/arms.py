@@ -86,7 +86,7 @@ def plain_fsdp2(case: Case, rank: int, gate: Gate) -> None:
 def plain_loop(case: Case, gate: Gate, mesh_shape: tuple[int, ...], apply: Callable[[Any, DeviceMesh], None]) -> None:
     """Train in a plain loop without Lightning a model that ``apply`` shards over a mesh."""
     torch.distributed.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
     model = case.size.build()
     apply(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

@@ -114,7 +114,7 @@ def run_options(effort: Effort, progress: Progress) -> dict[str, Any]:
 
 def _options_table(results: Mapping[str, Any]) -> Table:
     table = Table(title="options: two equal ranks, not emulated", title_justify="left")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for column in (f"{OURS} (s)", f"{PLAIN} (s)", "step / plain step"):
         table.add_column(column, justify="right")
     for name, arms_of in results["raw"].items():
@@ -137,7 +137,7 @@ def _even(case: Case) -> str:
 
 def _table(part: str, results: Mapping[str, Any]) -> Table:
     table = Table(title=f"{part}: EMULATED devices, a rehearsal", title_justify="left")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for column in ("images/step", "step (s)", "images/s", "of the sum alone"):
         table.add_column(column, justify="right")
     for name, arm in results["raw"].items():
