@@ -18,6 +18,9 @@ from tests.fits import Fit, Recorder, plan_for, whole
 from tests.odd_fits import CLASSES, Plain, loaders, outcome, points, trainer_for
 
 Outcomes = dict[str, dict[str, Any]]
+Groups = tuple[tuple[int, ...], ...]
+
+SHARES = (3, 1)
 
 SAMPLES = 25
 """the last global batch of an epoch has one sample, so one rank has none"""
@@ -350,18 +353,18 @@ CASES: dict[str, tuple[Callable[[], Any], Options]] = {
 }
 
 
-def train(shares: tuple[int, ...] | None, name: str) -> dict[str, Any]:
+def train(shares: tuple[int, ...] | None, name: str, groups: Groups = ()) -> dict[str, Any]:
     """Run one of the cases: on one device without shares."""
     torch.manual_seed(8)
     make, options = CASES[name]
     module, recorder = make(), Recorder()
-    trainer = trainer_for(shares, recorder, options())
+    trainer = trainer_for(shares, recorder, options(), groups)
     trainer.fit(module, *loaders(shares, 4, SAMPLES))
     return outcome(trainer, module, recorder)
 
 
-def train_all(shares: tuple[int, ...] | None, names: list[str]) -> Outcomes:
-    return {name: train(shares, name) for name in names}
+def train_all(shares: tuple[int, ...] | None, names: list[str], groups: Groups = ()) -> Outcomes:
+    return {name: train(shares, name, groups) for name in names}
 
 
 def resume(shares: tuple[int, ...] | None, name: str, folder: str, ckpt_path: str | None, steps: int) -> dict[str, Any]:

@@ -23,8 +23,20 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", text)
 
 
+_CRASHES = pytest.StashKey[list[str]]()
+
+
 @pytest.fixture(scope="session")
 def ranks(pytestconfig: pytest.Config) -> WarmRanks:
     """Warm gloo ranks: ``ranks.run(world_size, fn, *args)``; see tests/harness."""
     filters = tuple(pytestconfig.getini("filterwarnings"))
-    return WarmRanks(Path(str(pytestconfig.rootpath)), filters)
+    made = WarmRanks(Path(str(pytestconfig.rootpath)), filters)
+    pytestconfig.stash[_CRASHES] = made.crashes
+    return made
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Tell of runs that were run again because a rank had broken memory."""
+    for crash in config.stash.get(_CRASHES, []):
+        terminalreporter.section("run again: a rank broke memory")
+        terminalreporter.write_line(crash)

@@ -283,12 +283,17 @@ class OwnBatches(Sampler[list[int]]):
         return iter(self.batches)
 
 
-def trainer_for(shares: tuple[int, ...] | None, recorder: Recorder, options: dict[str, Any]) -> pl.Trainer:
+def trainer_for(
+    shares: tuple[int, ...] | None,
+    recorder: Recorder,
+    options: dict[str, Any],
+    groups: tuple[tuple[int, ...], ...] = (),
+) -> pl.Trainer:
     """A quiet trainer in 64 bits: on one device without shares, else on ranks with that plan."""
     options = dict(options)
     strategy: Any = "auto"
     if shares is not None:
-        fit = Fit(shares=shares)
+        fit = Fit(shares=shares, groups=groups)
         own = {"plan": plan_for(fit), "check_loss": "off", "summary": False, **options.pop("strategy", {})}
         strategy = HeteroFSDPStrategy(cluster=cluster_for(fit.ranks), **own)
     options.pop("strategy", None)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from lightning_hetero.cluster import Cluster
+from lightning_hetero.cluster import Cluster, Device
 from lightning_hetero.strategies import HeteroFSDPStrategy
 from tests.fits import Fit, Outcome, Recorder, cluster_for, dataset, plan_for, run
 from tests.odd_fits import Said
@@ -236,3 +236,7 @@ def layout_of(cluster: Cluster, options: dict[str, Any], manual: bool = False) -
     assert strategy.plan is not None
     strategy.plan.validate()
     return strategy.groups.replicas, strategy.plan
+
+
+def of_types(*types: str) -> Cluster:
+    return Cluster("mixed", tuple(Device(kind, "n", 2**34, 1e12) for kind in types), emulate=True)

@@ -99,7 +99,7 @@ GROUPS = FIT.on(shares=(1, 2, 1), groups=((1,), (0, 2)))
 EQUAL = FIT.on(shares=(1, 1, 1, 1), groups=((0, 1), (2, 3)))
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("saver", "loader"),
     [

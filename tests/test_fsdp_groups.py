@@ -40,7 +40,7 @@ def fit_for(layout: str, **changes: Any) -> Fit:
 
 
 PAIRS = {
-    "2,2": {"reshard": True, "accumulate": 3, "clip": 0.3},
+    "2,2": {"reshard": True, "accumulate": 3, "network": "mlp", "clip": 0.3},
     "1,3": {"reshard": False, "accumulate": 1, "clip": 0.3, "validate": True},
     "3,1, mixed": {"reshard": True, "accumulate": 1, "network": "mlp"},
     "1,1,2": {"reshard": True, "accumulate": 3, "network": "mlp"},

@@ -70,7 +70,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name == "four ranks, kept parameters" else []) for name in CASES],
+)
 def test_parity_in_64_bits(ranks: WarmRanks, name: str) -> None:
     fit = CASES[name]
     assert_alike(on_one_device(fit), ranks.run(fit.ranks, on_a_rank, fit))

@@ -80,6 +80,16 @@ def test_a_moved_plan_is_valid() -> None:
     assert moved.reasons[-1] == "why"
 
 
+def test_a_moved_plan_predicts_what_the_plan_did() -> None:
+    predictions = (RankPrediction.of(1.0, 1.25, 80), RankPrediction.of(0.75, 1.25, 80))
+    before = plan(8, 8, predictions=predictions, predicted_step_s=1.25)
+    moved = moved_plan(before, Move((6, 10), (1.5, 1.25), 0.2), "why", [RankMemory.measured(40, 5.0)] * 2)
+    assert moved.predicted_step_s == 1.75  # a quarter of a second beside computing, as before
+    assert [each.busy_s for each in moved.predictions] == [1.5, 1.25]
+    assert [each.peak_memory_bytes for each in moved.predictions] == [70, 90]
+    assert moved_plan(before, Move((6, 10), (1.5, 1.25), 0.2), "why").predictions[0].peak_memory_bytes is None
+
+
 def test_moves_hold_from_their_batch_on_and_are_kept() -> None:
     first, second, third = plan(4, 4), plan(5, 3), plan(6, 2)
     moves = ShareMoves(first)
@@ -414,6 +424,7 @@ def throttled(changes: tuple[SpeedChange, ...]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_an_emulated_device_that_throttles_is_found(ranks: WarmRanks) -> None:
     """Measured, planned and rebalanced by default; how closely is benchmarks/rebalance's to say."""
     result = ranks.run(2, throttled, (SpeedChange(8, 0.4),))[0]

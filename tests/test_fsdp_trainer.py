@@ -208,6 +208,7 @@ def meta_again_and_again(times: int) -> list[float]:
     return [fit(SHARES, "configured, meta", {})["metrics"]["val_loss"] for _ in range(times)]
 
 
+@pytest.mark.slow
 def test_ranks_send_alike_whatever_python_does_with_ids(ranks: WarmRanks) -> None:
     """Which tensors were sent was remembered by ``id``, and freed tensors' ids are reused: ranks hung, now and then."""
     first, second = ranks.run(2, meta_again_and_again, 8, timeout=100)

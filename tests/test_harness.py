@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 import warnings
 from pathlib import Path
@@ -163,3 +164,27 @@ def test_a_warm_job_is_quick(ranks: WarmRanks) -> None:
         ranks.run(4, _sum_of_ranks, 0)
     # 0.1 s a job on an idle machine; the bound leaves room for a busy one
     assert (time.monotonic() - start_s) / 3 < 3
+
+
+def break_memory(times: int, counted: Path) -> int:
+    """Rank 1 breaks memory in the first so many runs."""
+    if dist.get_rank() == 1:
+        counted.write_text(counted.read_text() + "x")
+        if len(counted.read_text()) <= times:
+            os.kill(os.getpid(), signal.SIGSEGV)
+    return dist.get_rank()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_rank_that_breaks_memory_is_run_again_once(pytestconfig: pytest.Config, tmp_path: Path, times: int) -> None:
+    counted = tmp_path / "runs"
+    counted.write_text("")
+    own = WarmRanks(Path(str(pytestconfig.rootpath)))
+    if times == 1:
+        assert own.run(2, break_memory, times, counted) == [0, 1]
+    else:
+        with pytest.raises(RankFailedError, match="exit code -11"):
+            own.run(2, break_memory, times, counted)
+    assert len(counted.read_text()) == 2
+    assert len(own.crashes) == 1
+    assert "in break_memory" in own.crashes[0]  # the stack that faulthandler wrote

@@ -119,25 +119,32 @@ def most_samples(
     return tuple(limits)
 
 
-def moved_plan(plan: ShardPlan, move: Move, why: str) -> ShardPlan:
+def moved_plan(plan: ShardPlan, move: Move, why: str, memory: Sequence[RankMemory] | None = None) -> ShardPlan:
     """Return the plan with other shares.
 
     Args:
         plan: what was run; groups, modes and micro-batches stay.
         move: the shares and what to expect of them.
         why: added to the plan's reasons.
+        memory: as of :func:`most_samples`; without it, nothing is predicted of peak memory.
 
     Returns:
-        A plan whose predictions are those of the move; of peak memory nothing is said.
+        A plan whose predictions are those of the move; what the step took beside computing stays.
     """
-    step_s = max(move.seconds)
+    beside_s = 0.0
+    if plan.predictions and plan.predicted_step_s is not None:
+        beside_s = max(0.0, plan.predicted_step_s - max(each.busy_s for each in plan.predictions))
+    step_s = max(move.seconds) + beside_s
     sizes = tuple(-(-share // plan.micro_batches_of(plan.group_of(rank))) for rank, share in enumerate(move.shares))
+    peaks = [None if memory is None else memory[rank].peak_bytes(size) for rank, size in enumerate(sizes)]
     return replace(
         plan,
         batch_shares=move.shares,
         micro_batch_sizes=sizes if plan.micro_batch_sizes else (),
         predicted_step_s=step_s,
-        predictions=tuple(RankPrediction.of(seconds, step_s) for seconds in move.seconds),
+        predictions=tuple(
+            RankPrediction.of(seconds, step_s, peak) for seconds, peak in zip(move.seconds, peaks, strict=True)
+        ),
         reasons=(*plan.reasons, why),
         lower_bound_s=None,
     )

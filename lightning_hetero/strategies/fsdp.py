@@ -35,6 +35,7 @@ from lightning_hetero.strategies.fsdp_steps import FSDPSteps
 from lightning_hetero.strategies.gradients import GradientReduction, clip_by_one_norm
 from lightning_hetero.strategies.groups import ShardGroups, replicas_of
 from lightning_hetero.strategies.instruments import Instruments
+from lightning_hetero.strategies.layout import Layout, ranks_sharded_over
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.loss_weight import LossWeight, loss_weight_problems
 from lightning_hetero.strategies.manual import ManualSteps
@@ -85,8 +86,9 @@ class HeteroFSDPStrategy(CheckpointHooks, FSDPSteps):
         sharding_strategy: "FULL_SHARD" frees a block's gathered parameters between its forward and its backward: less
             memory, one more all-gather. "SHARD_GRAD_OP" keeps them. "HYBRID_k" shards fully in groups of k consecutive
             ranks (k divides their number), so that gradients alone cross between groups. "NO_SHARD" keeps a copy of
-            the model on every rank. "auto" is one group of all ranks, and keeps parameters where they take less than
-            a tenth of every device's memory.
+            the model on every rank. "auto" is a group for each node, where communication between nodes is what takes
+            long and each node holds the model, else one of all ranks; it keeps parameters where they take less than a
+            tenth of every device's memory.
         reshard_after_forward: another name for the first two: True and False; "auto" leaves it to the strategy.
         backward_prefetch: when a backward's next all-gather is issued: "BACKWARD_PRE" (default) before the block at
             hand computes; "BACKWARD_POST" when its gradients are there, before they are reduced: less memory, less
@@ -261,7 +263,7 @@ class HeteroFSDPStrategy(CheckpointHooks, FSDPSteps):
         assert self.cluster is not None
         units = find_units(module, self._wrap)
         self.reshards = self._decide_reshard(module)
-        self.layout = self._layout()
+        self.layout = self._layout(module, units)
         replicas = replicas_of(self.layout.groups, self.layout.modes)
         self.groups = ShardGroups(replicas, self.global_rank, self.root_device, self._timeout)
         shard_module(
@@ -316,14 +318,22 @@ class HeteroFSDPStrategy(CheckpointHooks, FSDPSteps):
         if not self.options.cpu_offload:
             super().model_to_device()
 
-    def _layout(self) -> planning.Layout:
-        """Return the shard groups and how each of them holds the model."""
-        plan = self._given_plan
-        if plan is not None:
-            return planning.Layout(plan.groups, tuple(plan.mode_of(index) for index in range(len(plan.groups))))
-        mode = "FULL_SHARD" if self.reshards else "SHARD_GRAD_OP"
+    def _layout(self, module: pl.LightningModule, units: Sequence[Unit]) -> Layout:
+        """Return the shard groups and how each of them holds the model (a collective)."""
+        if self._given_plan is not None:
+            return Layout.of_plan(self._given_plan)
         asked = self.options.layout(self.world_size)
-        return asked or planning.Layout((tuple(range(self.world_size)),), (mode,))
+        if asked is not None:
+            return asked
+        assert self.cluster is not None
+        sharded = self.gather_objects(ranks_sharded_over(module, self.global_rank))
+        if None not in sharded:
+            groups = tuple(sorted(set(sharded)))
+            return Layout(groups, ("FULL_SHARD" if self.reshards else "SHARD_GRAD_OP",) * len(groups))
+        chosen = Layout.chosen(module, units, self.cluster, reshards=self.reshards)
+        if chosen.reason:
+            rank_zero_info(f"hetero_fsdp: {chosen.reason}")
+        return chosen
 
     def _decide_reshard(self, module: pl.LightningModule) -> bool:
         if self._given_plan is not None:

@@ -13,26 +13,7 @@ from lightning_hetero.cluster.peaks import preset_for
 from lightning_hetero.plan import ShardPlan
 from lightning_hetero.plan.options import DTYPES, PLAN_OPTIONS, POLICY_DTYPES, Problem, hybrid_size, option_problems
 from lightning_hetero.strategies.groups import replicas_of
-from lightning_hetero.strategies.planning import Layout
-
-
-def layout(sharding_strategy: str, world_size: int) -> Layout | None:
-    """Return the groups and their modes that a sharding strategy stands for.
-
-    Args:
-        sharding_strategy: "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", or "HYBRID_k" for groups of k consecutive ranks
-            that shard fully; "auto" for none of them.
-        world_size: number of ranks; k divides it.
-
-    Returns:
-        The layout, or None for "auto".
-    """
-    size = hybrid_size(sharding_strategy)
-    if size is not None:
-        starts = range(0, world_size, size)
-        groups = tuple(tuple(range(start, start + size)) for start in starts)
-        return Layout(groups, ("FULL_SHARD",) * len(groups))
-    return None if sharding_strategy == "auto" else Layout((tuple(range(world_size)),), (sharding_strategy,))
+from lightning_hetero.strategies.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -157,7 +138,7 @@ class ShardingOptions:
         size = hybrid_size(sharding_strategy)
         if size is not None and plan.world_size % size:
             return []  # rank_problems says so
-        asked = layout(sharding_strategy, plan.world_size)
+        asked = Layout.named(sharding_strategy, plan.world_size)
         assert asked is not None
         mine = replicas_of(asked.groups, asked.modes)
         theirs = replicas_of(plan.groups, how)
@@ -189,7 +170,7 @@ class ShardingOptions:
 
     def layout(self, world_size: int) -> Layout | None:
         """Return the groups and their modes that were asked for by name; None leaves them to the plan."""
-        asked = layout(self.sharding_strategy or "auto", world_size)
+        asked = Layout.named(self.sharding_strategy or "auto", world_size)
         if asked is not None and hybrid_size(self.sharding_strategy) and self.reshard_after_forward is False:
             return Layout(asked.groups, ("SHARD_GRAD_OP",) * len(asked.groups))
         return asked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,22 +15,11 @@ from lightning_hetero.cluster import Cluster
 from lightning_hetero.plan import ModelKey, ShardPlan
 from lightning_hetero.planner.measured import MeasuredRanks, plan_measured
 from lightning_hetero.planner.one_group import plan_one_group
+from lightning_hetero.strategies.layout import Layout
 from lightning_hetero.strategies.probe import RankMeasurement
 
 SAME_CLASS = 0.05
 """devices of one type whose measured speeds differ by less than this share count as equal"""
-
-
-class Layout(NamedTuple):
-    """Who shards with whom.
-
-    Args:
-        groups: of ranks; each rank is in one.
-        modes: how each group holds the model.
-    """
-
-    groups: tuple[tuple[int, ...], ...]
-    modes: tuple[str, ...]
 
 
 def pool_measurements(measured: Sequence[RankMeasurement], device_types: Sequence[str]) -> MeasuredRanks:
@@ -111,7 +100,7 @@ def plan_from(
     micro_batches: bool,
 ) -> ShardPlan:
     """Return the plan for these groups with the fastest predicted step that fits every device's memory."""
-    return plan_measured(
+    plan = plan_measured(
         cluster,
         costs,
         global_batch_size=global_batch_size,
@@ -120,6 +109,7 @@ def plan_from(
         model=model,
         micro_batches=micro_batches,
     )
+    return replace(plan, reasons=(layout.reason, *plan.reasons)) if layout.reason else plan
 
 
 def declared_plan(

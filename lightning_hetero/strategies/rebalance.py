@@ -235,7 +235,7 @@ class Rebalancer:
             f"epoch {since[0]}, batch {since[1]}; the slowest rank should take {format_seconds(max(move.seconds))} in "
             f"place of {format_seconds(max(measured_s))}"
         )
-        self.moves.add(since, moved_plan(plan, move, f"shares moved: {why}"))
+        self.moves.add(since, moved_plan(plan, move, f"shares moved: {why}", self._memory(plan)))
         self._expected_s = move.seconds
 
     def _peak_bytes(self) -> float:
@@ -253,16 +253,19 @@ class Rebalancer:
         return None if costs is None else costs.fixed_seconds
 
     def _limits(self, plan: ShardPlan, peaks: Sequence[int | None]) -> tuple[int | None, ...]:
-        strategy, costs = self._strategy, self._strategy.measured_costs
-        assert strategy.cluster is not None
-        memory = None
-        if costs is not None and costs.fixed_bytes is not None and costs.bytes_per_sample is not None:
-            memory = [
-                RankMemory.measured(fixed + self._accumulating_bytes(plan, rank), per_sample)
-                for rank, (fixed, per_sample) in enumerate(zip(costs.fixed_bytes, costs.bytes_per_sample, strict=True))
-            ]
-        capacity = [device.memory_bytes for device in strategy.cluster.devices]
-        return most_samples(plan, capacity, self._most_run, peaks, memory)
+        assert self._strategy.cluster is not None
+        capacity = [device.memory_bytes for device in self._strategy.cluster.devices]
+        return most_samples(plan, capacity, self._most_run, peaks, self._memory(plan))
+
+    def _memory(self, plan: ShardPlan) -> list[RankMemory] | None:
+        """Return each rank's memory by the samples of a micro-batch, where it was measured."""
+        costs = self._strategy.measured_costs
+        if costs is None or costs.fixed_bytes is None or costs.bytes_per_sample is None:
+            return None
+        return [
+            RankMemory.measured(fixed + self._accumulating_bytes(plan, rank), per_sample)
+            for rank, (fixed, per_sample) in enumerate(zip(costs.fixed_bytes, costs.bytes_per_sample, strict=True))
+        ]
 
 
 def _listed(shares: Sequence[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ class Outcome:
         traceback: its traceback as text, or the rank's stack when it was killed.
         output: what the rank wrote to stdout and stderr.
         ended_s: when it ended, on the machine's monotonic clock.
+        exit_code: of a process that ended without a result; negative for the signal that ended it.
     """
 
     rank: int
@@ -30,6 +32,12 @@ class Outcome:
     traceback: str = ""
     output: str = ""
     ended_s: float = float("inf")
+    exit_code: int | None = None
+
+    @property
+    def crashed(self) -> bool:
+        """Whether it broke memory: compiled code did so, no test sends these signals."""
+        return self.exit_code in (-signal.SIGSEGV, -signal.SIGBUS)
 
     @property
     def short(self) -> tuple[Any, ...]:

@@ -1,0 +1,85 @@
+"""Who shards with whom: as a plan or an option says, else by what is known before anything is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lightning_hetero.cluster import Cluster
+from lightning_hetero.models.units import Unit
+from lightning_hetero.plan import ShardPlan
+from lightning_hetero.plan.options import hybrid_size
+from lightning_hetero.planner.node_groups import groups_by_links
+from lightning_hetero.simulator.memory import StateBytes
+
+
+class Layout(NamedTuple):
+    """Who shards with whom.
+
+    Args:
+        groups: of ranks; each rank is in one.
+        modes: how each group holds the model.
+        reason: why it was chosen; empty where it was asked for.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    modes: tuple[str, ...]
+    reason: str = ""
+
+    @classmethod
+    def of_plan(cls, plan: ShardPlan) -> Layout:
+        """Return the groups of a plan."""
+        return cls(plan.groups, tuple(plan.mode_of(index) for index in range(len(plan.groups))))
+
+    @classmethod
+    def named(cls, sharding_strategy: str, world_size: int) -> Layout | None:
+        """Return the groups and their modes that a sharding strategy stands for.
+
+        Args:
+            sharding_strategy: "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", or "HYBRID_k" for groups of k consecutive
+                ranks that shard fully; "auto" for none of them.
+            world_size: number of ranks; k divides it.
+
+        Returns:
+            The layout, or None for "auto".
+        """
+        size = hybrid_size(sharding_strategy)
+        if size is not None:
+            starts = range(0, world_size, size)
+            groups = tuple(tuple(range(start, start + size)) for start in starts)
+            return cls(groups, ("FULL_SHARD",) * len(groups))
+        return None if sharding_strategy == "auto" else cls((tuple(range(world_size)),), (sharding_strategy,))
+
+    @classmethod
+    def chosen(cls, module: nn.Module, units: Sequence[Unit], cluster: Cluster, *, reshards: bool) -> Layout:
+        """Return a group for each node where the links between nodes are what limits, else one of all ranks.
+
+        Args:
+            module: not sharded yet.
+            units: of it; blocks are gathered one by one, the others together.
+            cluster: one device per rank.
+            reshards: whether parameters are gathered again for backward.
+        """
+        blocks = [sum(p.numel() for p in unit.module.parameters()) for unit in units if unit.is_block]
+        parameters = list(module.parameters())
+        total = sum(p.numel() for p in parameters)
+        width = sum(p.numel() * p.element_size() for p in parameters) / total
+        # taken for trained by one of Adam's kind, and gathered and reduced as wide as it is held
+        state = StateBytes(width, width, 2 * width, width, width)
+        choice = groups_by_links(
+            cluster, [*blocks, max(0, total - sum(blocks))], state=state, reshard_after_forward=reshards
+        )
+        mode = "FULL_SHARD" if reshards else "SHARD_GRAD_OP"
+        return cls(choice.groups, (mode,) * len(choice.groups), choice.reason)
+
+
+def ranks_sharded_over(module: nn.Module, rank: int) -> tuple[int, ...] | None:
+    """Return the ranks that a module is sharded over already, by an earlier fit or ``configure_model``; else None."""
+    mesh = next((p.device_mesh for p in module.parameters() if isinstance(p, DTensor)), None)
+    if mesh is None:
+        return None
+    rows = [mesh.mesh.tolist()] if mesh.ndim == 1 else mesh.mesh.flatten(0, -2).tolist()
+    return next((tuple(row) for row in rows if rank in row), None)

@@ -1,0 +1,117 @@
+"""Shard groups that hetero_fsdp chooses by itself: a group for each node where the links between nodes are slow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from torch.utils.data import DataLoader
+
+from lightning_hetero.cluster import Cluster, Device, Link
+from lightning_hetero.planner.node_groups import groups_by_links
+from lightning_hetero.simulator.memory import StateBytes
+from lightning_hetero.strategies import HeteroFSDPStrategy
+from tests.fits import Classifier, Fit, Outcome, dataset, on_one_device, run
+from tests.harness import WarmRanks
+from tests.option_fits import QUIET
+from tests.test_fsdp_parity import assert_alike
+
+FAST, SLOW = Link(100e9, 0.0), Link(1e9, 0.0)
+PARAMETERS = [10**7] * 8
+STATE = StateBytes()
+ALL = (tuple(range(6)),)
+BY_NODE = ((0, 1, 2, 3), (4, 5))
+
+
+def nodes(*sizes: int, memory: int = 2**36, between: Link | None = SLOW, emulate: bool = False) -> Cluster:
+    devices = [Device("a", f"n{n}", memory, 1e12) for n, size in enumerate(sizes) for _ in range(size)]
+    return Cluster("nodes", tuple(devices), FAST, between, emulate)
+
+
+def chosen(cluster: Cluster, reshards: bool = True) -> Any:
+    return groups_by_links(cluster, PARAMETERS, state=STATE, reshard_after_forward=reshards)
+
+
+def test_slow_links_between_nodes_make_a_group_for_each() -> None:
+    found = chosen(nodes(4, 2))
+    assert found.groups == BY_NODE
+    # By hand, of 320 MB. Together, three transfers: a third between nodes (two rings, each a part of the node of four),
+    # and three quarters within it. Apart: three quarters within, thrice; then both owners of a node's half reduce it.
+    together = 3 * (0.320 / 3 / 1 + 0.320 * 3 / 4 / 100)
+    apart = 3 * 0.320 * 3 / 4 / 100 + 0.160
+    assert f"{1000 * apart:.1f} ms with a group for each node, {1000 * together:.1f} ms with one" in found.reason
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        pytest.param(nodes(6), id="one node"),
+        pytest.param(nodes(4, 2, between=None), id="a link that is not known"),
+        pytest.param(nodes(4, 2, emulate=True), id="links that are not emulated"),
+    ],
+)
+def test_nothing_to_choose(cluster: Cluster) -> None:
+    found = chosen(cluster)
+    assert (found.groups, found.reason) == (ALL, "")
+
+
+def test_groups_must_be_worth_their_crossing() -> None:
+    # FSDP's three transfers in one group of two nodes of one; by node, the two of an all-reduce
+    assert chosen(nodes(1, 1)).groups == ((0,), (1,))
+    kept = chosen(nodes(1, 1), reshards=False)
+    assert kept.groups == ((0, 1),)
+    assert kept.reason.startswith("one shard group: a step sends for")
+
+
+def test_every_node_must_hold_the_model() -> None:
+    states = 16 * sum(PARAMETERS)
+    # in the node of two each has half of the states, and may give half of its memory for them
+    assert chosen(nodes(4, 2, memory=states)).groups == BY_NODE
+    tight = chosen(nodes(4, 2, memory=states - 1))
+    assert tight.groups == ALL
+    assert "node 'n1'" in tight.reason
+    one_small = nodes(4, 2)
+    small = replace(one_small.devices[5], memory_bytes=states - 1)
+    assert chosen(replace(one_small, devices=(*one_small.devices[:5], small))).groups == ALL
+
+
+# -- in the strategy ---------------------------------------------------------------------------------------------------
+
+FIT = Fit(network="mlp", shares=(1, 1, 1), max_steps=4, clip=0.3)
+TWO_NODES = nodes(1, 2, memory=2**34, between=Link(1e6, 0.0))
+
+
+def by_itself(fit: Fit) -> tuple[Outcome, Any]:
+    """A fit with nothing said; its shares are those that ranks measure, and do not change the numbers."""
+    strategy = HeteroFSDPStrategy(cluster=TWO_NODES, check_loss="off", summary=False)
+    found = run(fit, strategy, rank_batch=1, devices=fit.ranks)
+    assert strategy.plan is not None
+    return found, (strategy.plan.groups, strategy.plan.reasons[0])
+
+
+def test_the_strategy_chooses_and_says_so(ranks: WarmRanks) -> None:
+    results = ranks.run(3, by_itself, FIT)
+    for _, (groups, reason) in results:
+        assert groups == ((0,), (1, 2))
+        assert reason.startswith("a shard group for each node: a step sends for")
+    assert_alike(on_one_device(FIT), [found for found, _ in results])
+
+
+def again_elsewhere() -> tuple[Any, ...]:
+    """The groups of a second fit of the same module, by a strategy that would have chosen others."""
+    module = Classifier("mlp")
+    found = []
+    for cluster in (TWO_NODES, nodes(3, memory=2**34)):
+        strategy = HeteroFSDPStrategy(cluster=cluster, check_loss="off", summary=False)
+        trainer = pl.Trainer(strategy=strategy, devices=3, max_steps=1, **QUIET)
+        trainer.fit(module, DataLoader(dataset(12, "32-true"), batch_size=1))
+        assert strategy.plan is not None
+        found.append(strategy.plan.groups)
+    return tuple(found)
+
+
+def test_what_is_sharded_keeps_its_groups(ranks: WarmRanks) -> None:
+    for found in ranks.run(3, again_elsewhere):
+        assert found == (((0,), (1, 2)),) * 2
