@@ -10,9 +10,14 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_hetero.cluster import Cluster, Device, Link
+from lightning_hetero.errors import InfeasibleError
+from lightning_hetero.plan import ModelKey
+from lightning_hetero.planner.measured import MeasuredRanks
 from lightning_hetero.planner.node_groups import groups_by_links
 from lightning_hetero.simulator.memory import StateBytes
 from lightning_hetero.strategies import HeteroFSDPStrategy
+from lightning_hetero.strategies.layout import Layout
+from lightning_hetero.strategies.planning import plan_from
 from tests.fits import Classifier, Fit, Outcome, dataset, on_one_device, run
 from tests.harness import WarmRanks
 from tests.option_fits import QUIET
@@ -115,3 +120,15 @@ def again_elsewhere() -> tuple[Any, ...]:
 def test_what_is_sharded_keeps_its_groups(ranks: WarmRanks) -> None:
     for found in ranks.run(3, again_elsewhere):
         assert found == (((0,), (1, 2)),) * 2
+
+
+def test_what_does_not_fit_in_groups_says_that_one_group_may() -> None:
+    cluster = nodes(1, 2, memory=100)
+    costs = MeasuredRanks((1.0,) * 3, (0.0,) * 3, fixed_bytes=(99,) * 3, bytes_per_sample=(2.0,) * 3)
+    groups = Layout(((0,), (1, 2)), ("FULL_SHARD",) * 2, "a shard group for each node")
+    with pytest.raises(InfeasibleError, match=r"sharding_strategy='FULL_SHARD'"):
+        plan_from(cluster, ModelKey("m", 1), 6, costs, groups, micro_batches=True)
+    asked = groups._replace(reason="")
+    with pytest.raises(InfeasibleError) as caught:
+        plan_from(cluster, ModelKey("m", 1), 6, costs, asked, micro_batches=True)
+    assert "FULL_SHARD" not in str(caught.value)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_hetero.cluster import Cluster
+from lightning_hetero.errors import InfeasibleError
 from lightning_hetero.plan import ModelKey, ShardPlan
 from lightning_hetero.planner.measured import MeasuredRanks, plan_measured
 from lightning_hetero.planner.one_group import plan_one_group
@@ -100,15 +101,22 @@ def plan_from(
     micro_batches: bool,
 ) -> ShardPlan:
     """Return the plan for these groups with the fastest predicted step that fits every device's memory."""
-    plan = plan_measured(
-        cluster,
-        costs,
-        global_batch_size=global_batch_size,
-        groups=layout.groups,
-        modes=layout.modes,
-        model=model,
-        micro_batches=micro_batches,
-    )
+    try:
+        plan = plan_measured(
+            cluster,
+            costs,
+            global_batch_size=global_batch_size,
+            groups=layout.groups,
+            modes=layout.modes,
+            model=model,
+            micro_batches=micro_batches,
+        )
+    except InfeasibleError as error:
+        if not layout.reason or len(layout.groups) == 1:
+            raise
+        raise InfeasibleError(
+            f"{error}\nEach node holds the whole model here; sharding_strategy='FULL_SHARD' shards it over all ranks"
+        ) from error
     return replace(plan, reasons=(layout.reason, *plan.reasons)) if layout.reason else plan
 
 
