@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -187,6 +188,19 @@ class ModelCosts:
     def parameters(self) -> int:
         """Number of parameters of all units."""
         return sum(unit.parameters for unit in self.units)
+
+    @cached_property  # searches ask thousands of times
+    def alike(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Units that cost the same between neighbours that do: an index of each sort, and how many there are of it."""
+        looks = [
+            (u.parameters, u.is_block, u.forward_flops, u.backward_flops, tuple(sorted(u.timings.items())))
+            for u in self.units
+        ]
+        around = list(zip([None, *looks[:-1]], looks, [*looks[1:], None], strict=True))
+        first = {look: index for index, look in reversed(list(enumerate(around)))}
+        counts = Counter(around)
+        order = sorted(first.values())
+        return tuple(order), tuple(counts[around[index]] for index in order)
 
     @property
     def timed_types(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.cluster import Cluster, Device
 from lightning_hetero.errors import InfeasibleError
+from lightning_hetero.plan import even_parts
 from lightning_hetero.planner.measured import MeasuredRanks, plan_measured
 from lightning_hetero.planner.one_group import plan_one_group
 
@@ -90,6 +91,16 @@ def test_modes_and_groups_are_in_the_plan():
     alone.validate()
 
 
+def test_replicas_wait_for_nobody_within_a_step():
+    # of 15 and 7 samples in 3 micro-batches, 5, 5, 5 and 3, 2, 2: in a group, the second is the slower one once
+    ranks = MeasuredRanks((1.0, 2.0), (0.0, 0.0), (100, 100), (10.0, 10.0))
+    together, apart = (
+        planned(ranks, (150, 10_000), ((0, 1),), 22, modes=(mode,)) for mode in ("FULL_SHARD", "NO_SHARD")
+    )
+    assert (together.batch_shares, together.micro_batches) == (apart.batch_shares, apart.micro_batches) == ((15, 7), (3,))
+    assert (together.predicted_step_s, apart.predicted_step_s) == (16, 15)
+
+
 RANKS = st.lists(
     st.tuples(st.integers(1, 9), st.integers(0, 3), st.integers(100, 400), st.integers(1, 30)), min_size=4, max_size=4
 )
@@ -119,6 +130,14 @@ def test_every_micro_batch_fits_and_none_is_worse_than_one(ranks, batch, groups,
         assert 90 + (5 if count > 1 else 0) + r[3] * size <= r[2]
         busy = r[1] * count + r[0] * found.batch_shares[rank]
         assert busy + measured.overhead_s * count <= found.predicted_step_s * (1 + 1e-9)
+    if found.micro_batches:
+        # ranks that shard wait for each other in every micro-batch
+        marching = 0.0
+        for group, count in zip(found.groups, found.micro_batches, strict=True):
+            sizes = {rank: even_parts(found.batch_shares[rank], count) for rank in group}
+            seconds = [max(ranks[r][1] + ranks[r][0] * max(1, sizes[r][k]) for r in group) for k in range(count)]
+            marching = max(marching, sum(seconds) + measured.overhead_s * count)
+        assert found.predicted_step_s == pytest.approx(marching)
     try:
         plain = plan_one_group(
             devices,

@@ -47,8 +47,8 @@ class GateCallback(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report ready and wait for the first turn; by now a strategy has measured and planned."""
         plan = getattr(trainer.strategy, "plan", None)
-        shares = getattr(plan, "batch_shares", None)
-        self.gate.ready({"strategy": type(trainer.strategy).__name__, "batch_shares": shares})
+        planned = {name: getattr(plan, name, None) for name in ("batch_shares", "micro_batches", "predicted_step_s")}
+        self.gate.ready({"strategy": type(trainer.strategy).__name__} | planned)
         trainer.should_stop = not self.gate.wait()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:

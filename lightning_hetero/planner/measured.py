@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.errors import InfeasibleError
 from lightning_hetero.plan import ModelKey, RankPrediction, ShardPlan
-from lightning_hetero.planner.batch import slowest_seconds, split_batch
+from lightning_hetero.planner.batch import split_batch
 from lightning_hetero.planner.one_group import plan_one_group
 from lightning_hetero.simulator.memory import RankMemory
 from lightning_hetero.units import format_bytes, format_seconds
@@ -51,7 +52,8 @@ def plan_measured(
     """The fastest shares for these groups under memory; more and smaller micro-batches where memory is what limits.
 
     Rank r of a group with m micro-batches is busy for ``m * fixed_seconds[r] + seconds_per_sample[r] * share`` seconds,
-    takes ``m * overhead_s`` beside that, and holds ``ceil(share / m)`` samples at once.
+    takes ``m * overhead_s`` beside that, and holds ``ceil(share / m)`` samples at once. Ranks that shard wait for each
+    other in every micro-batch.
 
     Args:
         cluster: one device per rank.
@@ -178,7 +180,9 @@ def _with_micro_batches(
         return None
     taken = [own + ranks.overhead_s * count_of[rank] for rank, own in enumerate(fixed)]
     shares = split_batch(ranks.seconds_per_sample, taken, global_batch_size, max_samples=limits, min_samples=1)
-    step_s = slowest_seconds(ranks.seconds_per_sample, taken, shares)
+    step_s = max(
+        _group_s(ranks, group, mode, count, shares) for group, mode, count in zip(groups, modes, counts, strict=True)
+    )
     sizes = tuple(-(-share // count_of[rank]) for rank, share in enumerate(shares))
     predictions = []
     for rank, share in enumerate(shares):
@@ -208,6 +212,26 @@ def _with_micro_batches(
         micro_batches=counts,
         micro_batch_sizes=sizes,
     )
+
+
+def _group_s(ranks: MeasuredRanks, group: Sequence[int], mode: str, count: int, shares: Sequence[int]) -> float:
+    """Seconds of a group's micro-batches; they are as even as whole samples allow, larger ones first.
+
+    Ranks that shard wait for each other in every micro-batch, so what one is ahead in one does not make up for another.
+    """
+
+    def seconds(rank: int, first: int) -> float:
+        size = shares[rank] // count + (first < shares[rank] % count)
+        return ranks.fixed_seconds[rank] + ranks.seconds_per_sample[rank] * max(1, size)
+
+    # between two borders all micro-batches are alike
+    borders = sorted({0, count, *(shares[rank] % count for rank in group)})
+    lengths = [(first, end - first) for first, end in pairwise(borders)]
+    if mode == "NO_SHARD":
+        busiest_s = max(sum(length * seconds(rank, first) for first, length in lengths) for rank in group)
+    else:
+        busiest_s = sum(length * max(seconds(rank, first) for rank in group) for first, length in lengths)
+    return busiest_s + count * ranks.overhead_s
 
 
 def _step_s(plan: ShardPlan) -> float:

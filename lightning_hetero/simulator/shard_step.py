@@ -81,20 +81,26 @@ class Passes:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Seconds of a group's communication: per unit (0 for those of the root group) and of the root group."""
+    """Seconds of a group's communication: per unit (0 for those of the root group) and of the root group.
+
+    Units that cost the same between neighbours that do take the same time, so each sort of them is summed once:
+    ``alike`` has an index of each sort, and how many there are of it.
+    """
 
     gather_s: Floats
     gather_again_s: Floats
     reduce_s: Floats
     root_s: float
+    alike: tuple[NDArray[np.int64], NDArray[np.int64]]
 
     @classmethod
     def of(cls, costs: ModelCosts, state: StateBytes, network: Network, spread: Spread, mode: str) -> Traffic:
         """Of a group whose ranks are spread over nodes like this, under one of the sharding modes."""
         units = costs.units
+        alike = (np.array(costs.alike[0]), np.array(costs.alike[1]))
         if mode == "NO_SHARD" or sum(spread) == 1:
             nothing = np.zeros(len(units))
-            return cls(nothing, nothing, nothing, 0.0)
+            return cls(nothing, nothing, nothing, 0.0, alike)
         known: dict[int, tuple[float, float]] = {}
         for parameters in {unit.parameters for unit in units if unit.is_block}:
             gather = network.all_gather_s(parameters * state.gathered, spread)
@@ -105,30 +111,30 @@ class Traffic:
         root_s = network.all_gather_s(root * state.gathered, spread)
         root_s += network.reduce_scatter_s(root * state.reduced, spread)
         again = gather_s if mode == "FULL_SHARD" else np.zeros(len(units))
-        return cls(gather_s, again, np.array([pair[1] for pair in pairs]), root_s)
+        return cls(gather_s, again, np.array([pair[1] for pair in pairs]), root_s, alike)
 
     def micro_batch_s(self, forward_s: Floats, backward_s: Floats) -> Floats:
         """Seconds of one micro-batch from the compute of each unit, in lock-step.
 
         Args:
-            forward_s: shape (..., units), of the slowest rank.
+            forward_s: shape (..., sorts of units), of the slowest rank.
             backward_s: the same.
 
         Returns:
             Shape (...).
         """
         ahead, beside = self._neighbours_s
-        seconds: Floats = np.maximum(forward_s, ahead).sum(axis=-1) + np.maximum(backward_s, beside).sum(axis=-1)
+        seconds: Floats = (np.maximum(forward_s, ahead) + np.maximum(backward_s, beside)) @ self.alike[1]
         exposed = self.root_s + self.gather_s[0] + self.gather_again_s[-1] + self.reduce_s[0]
         seconds += exposed
         return seconds
 
     @cached_property
     def _neighbours_s(self) -> tuple[Floats, Floats]:
-        """Communication that runs beside each unit's forward and backward."""
+        """Communication that runs beside the forward and backward of each sort of units."""
         ahead = np.append(self.gather_s[1:], 0.0)
         beside = np.append(0.0, self.gather_again_s[:-1]) + np.append(self.reduce_s[1:], 0.0)
-        return ahead, beside
+        return ahead[self.alike[0]], beside[self.alike[0]]
 
 
 def lock_step_s(passes: Sequence[Passes], samples: NDArray[np.int64], traffic: Traffic) -> Floats:
@@ -142,11 +148,11 @@ def lock_step_s(passes: Sequence[Passes], samples: NDArray[np.int64], traffic: T
     Returns:
         Shape (...).
     """
-    counts = np.maximum(samples, 1)[..., np.newaxis]
+    counts, sorts = np.maximum(samples, 1)[..., np.newaxis], traffic.alike[0]
     forward = backward = None
     for kind, own in enumerate(passes):
-        own_forward = own.forward_fixed_s + own.forward_per_sample_s * counts[..., kind, :]
-        own_backward = own.backward_fixed_s + own.backward_per_sample_s * counts[..., kind, :]
+        own_forward = own.forward_fixed_s[sorts] + own.forward_per_sample_s[sorts] * counts[..., kind, :]
+        own_backward = own.backward_fixed_s[sorts] + own.backward_per_sample_s[sorts] * counts[..., kind, :]
         forward = own_forward if forward is None else np.maximum(forward, own_forward)
         backward = own_backward if backward is None else np.maximum(backward, own_backward)
     assert forward is not None
