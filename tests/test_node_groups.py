@@ -84,7 +84,7 @@ def test_every_node_must_hold_the_model() -> None:
 
 # -- in the strategy ---------------------------------------------------------------------------------------------------
 
-FIT = Fit(network="mlp", shares=(1, 1, 1), max_steps=4, clip=0.3)
+FIT = Fit(network="mlp", shares=(1, 1, 1), max_steps=12, clip=0.3)
 TWO_NODES = nodes(1, 2, memory=2**34, between=Link(1e6, 0.0))
 
 

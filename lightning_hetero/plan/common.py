@@ -6,6 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -109,6 +110,7 @@ class PlanFile(ABC):
         return plan
 
 
+@cache  # searches ask thousands of times
 def even_parts(total: int, parts: int) -> tuple[int, ...]:
     """Split ``total`` into whole parts that differ by at most one, larger ones first."""
     return tuple(total // parts + (index < total % parts) for index in range(parts))

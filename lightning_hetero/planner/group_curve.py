@@ -10,7 +10,7 @@ With m micro-batches, all of them take a point of the curve and some of them the
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import product
 
@@ -58,7 +58,7 @@ class Curve:
     Args:
         mode: sharding mode.
         checkpointing: for each kind in the group.
-        accumulates: whether the memory was counted for more than one micro-batch.
+        accumulates: whether the memory was counted for more than one micro-batch; ``None`` where that is all the same.
         seconds: of one micro-batch, increasing.
         capacity: samples of the group in it.
         samples: shape (points, kinds), of a rank of each kind in it.
@@ -67,11 +67,17 @@ class Curve:
 
     mode: str
     checkpointing: tuple[bool, ...]
-    accumulates: bool
+    accumulates: bool | None
     seconds: Floats
     capacity: Ints
     samples: Ints
     full: bool
+
+    def among(self, numbers: Ints) -> Ints:
+        """Of numbers of micro-batches, 1 being the first, those that it holds for."""
+        if self.accumulates is None:
+            return numbers
+        return numbers[1:] if self.accumulates else numbers[:1]
 
     def within(self, step_s: Floats, micro_batches: Ints) -> Ints:
         """The most samples that a group can do in ``step_s`` seconds.
@@ -156,6 +162,7 @@ class Curves:
         self._traffic: dict[tuple[object, ...], Traffic] = {}
         self._top: dict[int, int] = {}
         self._paths: dict[tuple[object, ...], tuple[Ints, Ints]] = {}
+        self._seconds: dict[tuple[object, ...], Floats] = {}
 
     def set_limit_s(self, limit_s: float) -> None:
         """Make curves end at micro-batches of so many seconds; those made before are forgotten."""
@@ -163,6 +170,7 @@ class Curves:
         self._curves.clear()
         self._top.clear()
         self._paths.clear()
+        self._seconds.clear()
 
     def of(self, spec: GroupSpec) -> tuple[Curve, ...]:
         """The curves of a group that are worth it; none if no rank can take a sample in any way."""
@@ -221,21 +229,17 @@ class Curves:
 
     def _make(self, spec: GroupSpec) -> Iterator[Curve]:
         for mode in self.modes_of(spec.size):
-            plain = (False,) * len(spec.counts)
-            once = self._curve(spec, mode, plain, False)
-            if once is not None:
-                yield once
-                if not once.full:
-                    return  # nothing that saves memory can be faster
             for checkpointing in self._checkpointings(spec, mode):
-                if any(checkpointing):
-                    once = self._curve(spec, mode, checkpointing, False)
-                    if once is not None:
-                        yield once
+                once = self._curve(spec, mode, checkpointing, False)
+                several = None
                 if self.accumulate and (once is None or once.full):
                     several = self._curve(spec, mode, checkpointing, True)
-                    if several is not None:
-                        yield several
+                if once is not None and several is not None and once.samples is several.samples:
+                    yield replace(once, accumulates=None)
+                else:
+                    yield from (curve for curve in (once, several) if curve is not None)
+                if once is not None and not once.full and not any(checkpointing):
+                    return  # nothing that saves memory can be faster
 
     def _checkpointings(self, spec: GroupSpec, mode: str) -> list[tuple[bool, ...]]:
         """Which kinds checkpoint: all choices among those that memory limits without."""
@@ -278,9 +282,11 @@ class Curves:
         if key not in self._paths:
             self._paths[key] = self._path(passes, limits, [count for _, count in spec.counts])
         samples, capacity = self._paths[key]
-        seconds = lock_step_s(passes, samples, self.traffic(spec, mode))
+        timed = (key, mode, spec.spread)
+        if timed not in self._seconds:
+            self._seconds[timed] = lock_step_s(passes, samples, self.traffic(spec, mode))
         full = any(limit < wanted for limit, wanted in zip(limits, asked, strict=True))
-        return Curve(mode, checkpointing, accumulates, seconds, capacity, samples, full)
+        return Curve(mode, checkpointing, accumulates, self._seconds[timed], capacity, samples, full)
 
     def _path(self, passes: Sequence[Passes], limits: Sequence[int], ranks: Sequence[int]) -> tuple[Ints, Ints]:
         """Samples of each kind up to its limit, point after point, and of all ranks together."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -45,7 +45,7 @@ class GroupSpec:
     counts: tuple[tuple[int, int], ...]
     spread: Spread
 
-    @property
+    @cached_property  # searches ask thousands of times
     def size(self) -> int:
         """Number of ranks."""
         return sum(count for _, count in self.counts)
@@ -88,12 +88,13 @@ class Kinds:
 
     def spec(self, ranks: Iterable[int]) -> GroupSpec:
         """What matters of a group of these ranks."""
-        ranks = list(ranks)
-        if len(ranks) == 1:
-            return GroupSpec(((self.of_rank[ranks[0]], 1),), (1,))
-        counts = sorted(Counter(self.of_rank[rank] for rank in ranks).items())
-        spread = sorted(Counter(self.node_of_rank[rank] for rank in ranks).values(), reverse=True)
-        return GroupSpec(tuple(counts), tuple(spread))
+        counts: dict[int, int] = {}
+        spread: dict[int, int] = {}
+        for rank in ranks:
+            kind, node = self.of_rank[rank], self.node_of_rank[rank]
+            counts[kind] = counts.get(kind, 0) + 1
+            spread[node] = spread.get(node, 0) + 1
+        return GroupSpec(tuple(sorted(counts.items())), tuple(sorted(spread.values(), reverse=True)))
 
     def home(self, group: Sequence[int]) -> int:
         """The node that a group lies on, or a number of its own, below zero, where it spans several."""

@@ -244,7 +244,7 @@ class ShardPlanner:
 
     def _most(self, spec: GroupSpec) -> int:
         curves = self.curves.of(spec)
-        bounded = all(curve.full and not curve.accumulates for curve in curves)
+        bounded = all(curve.full and curve.accumulates is False for curve in curves)
         return max(int(curve.capacity[-1]) for curve in curves) if bounded else self.batch
 
     def _fits(self, layout: Layout) -> bool:
@@ -285,8 +285,7 @@ class ShardPlanner:
                 numbers = micro_batch_numbers(self.batch, rough=True)
                 best = np.full(len(grid), -1.0)
                 for curve in self.curves.of(spec):
-                    counts = numbers[1:] if curve.accumulates else numbers[:1]
-                    best = np.maximum(best, curve.within(grid, counts).max(axis=0, initial=-1))
+                    best = np.maximum(best, curve.within(grid, curve.among(numbers)).max(axis=0, initial=-1))
                 self._done[spec] = np.maximum.accumulate(np.where(best < 0, -1e15, best))
             total += count * self._done[spec]
         return total
@@ -342,8 +341,8 @@ class ShardPlanner:
         most, best = -1, None
         numbers = micro_batch_numbers(self.batch, rough=False)
         for curve in self.curves.of(spec):
-            counts = numbers[1:] if curve.accumulates else numbers[:1]
-            if curve.accumulates:
+            counts = curve.among(numbers)
+            if curve.accumulates is not False:
                 # as many full micro-batches as there is time for
                 full = int(step_s / curve.seconds[-1])
                 counts = np.union1d(counts, [m for m in (full, full + 1) if 2 <= m <= self.batch]).astype(np.int64)
