@@ -72,7 +72,8 @@ class GradientReduction:
         Args:
             is_last: whether the step follows: gradients cross between groups.
             complete: whether gradients that are there already have crossed (manual optimization may call backward
-                several times): they are left out of this crossing.
+                several times): they are left out of this crossing. All of it then comes after the backward: which
+                forwards a backward belongs to is not known.
         """
         reduction, crossing = self.reduce_scatter, self._crossing
         earlier = EarlierGradients(self.parameters) if complete and crossing is not None else None
@@ -82,7 +83,9 @@ class GradientReduction:
             # FSDP2 reads what it accumulates onto, or reduces again, at once
             reduction.overlap = not self._is_native and all(p.grad is None for p in self.parameters)
         if crossing is not None:
-            crossing.is_last = is_last
+            crossing.is_last = is_last and not complete
+            if complete:
+                crossing.begin()
         if self._is_native:
             _set_requires_all_reduce(self._module, is_last)
         try:
