@@ -138,14 +138,21 @@ def _even(case: Case) -> str:
 def _table(part: str, results: Mapping[str, Any]) -> Table:
     table = Table(title=f"{part}: EMULATED devices, a rehearsal", title_justify="left")
     table.add_column("", no_wrap=True)
-    for column in ("images/step", "step (s)", "images/s", "of the sum alone"):
+    for column in ("images/step", "micro-batches", "planned (s)", "step (s)", "images/s", "of the sum alone"):
         table.add_column(column, justify="right")
     for name, arm in results["raw"].items():
         share = results["efficiency"].get(name)
-        row = (str(arm["images_per_step"]), f"{arm['median_step_s']:.3f}", f"{arm['images_per_s']:.2f}")
+        planned_s = arm.get("predicted_step_s")
+        row = (
+            str(arm["images_per_step"]),
+            ", ".join(map(str, arm.get("micro_batches") or ())),
+            "" if planned_s is None else f"{planned_s:.3f}",
+            f"{arm['median_step_s']:.3f}",
+            f"{arm['images_per_s']:.2f}",
+        )
         table.add_row(name, *row, "" if share is None else f"{share:.3f}")
     table.add_section()
-    table.add_row("sum of the devices alone", "", "", f"{results['solo_sum_images_per_s']:.2f}", "")
+    table.add_row("sum of the devices alone", "", "", "", "", f"{results['solo_sum_images_per_s']:.2f}", "")
     return table
 
 
