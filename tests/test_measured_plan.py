@@ -97,7 +97,9 @@ def test_replicas_wait_for_nobody_within_a_step():
     together, apart = (
         planned(ranks, (150, 10_000), ((0, 1),), 22, modes=(mode,)) for mode in ("FULL_SHARD", "NO_SHARD")
     )
-    assert (together.batch_shares, together.micro_batches) == (apart.batch_shares, apart.micro_batches) == ((15, 7), (3,))
+    assert (
+        (together.batch_shares, together.micro_batches) == (apart.batch_shares, apart.micro_batches) == ((15, 7), (3,))
+    )
     assert (together.predicted_step_s, apart.predicted_step_s) == (16, 15)
 
 

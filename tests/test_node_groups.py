@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero.cluster import Cluster, Device, Link
 from lightning_hetero.errors import InfeasibleError
-from lightning_hetero.plan import ModelKey
+from lightning_hetero.plan import ModelKey, ShardPlan
 from lightning_hetero.planner.measured import MeasuredRanks
 from lightning_hetero.planner.node_groups import groups_by_links
 from lightning_hetero.simulator.memory import StateBytes
@@ -132,3 +132,24 @@ def test_what_does_not_fit_in_groups_says_that_one_group_may() -> None:
     with pytest.raises(InfeasibleError) as caught:
         plan_from(cluster, ModelKey("m", 1), 6, costs, asked, micro_batches=True)
     assert "FULL_SHARD" not in str(caught.value)
+
+
+# -- equal groups ------------------------------------------------------------------------------------------------------
+
+
+def how_groups_reduce(plans: list[ShardPlan | None]) -> list[bool]:
+    """Whether FSDP2 reduces across two groups of two by itself, by plan; None plans in the fit."""
+    found = []
+    for plan in plans:
+        options: dict[str, Any] = {"plan": plan} if plan else {"sharding_strategy": "HYBRID_2"}
+        strategy = HeteroFSDPStrategy(cluster=nodes(4, memory=2**34), check_loss="off", summary=False, **options)
+        trainer = pl.Trainer(strategy=strategy, devices=4, max_steps=1, **QUIET)
+        trainer.fit(Classifier("mlp"), DataLoader(dataset(16, "32-true"), batch_size=2))
+        found.append(strategy.groups.is_native)
+    return found
+
+
+def test_groups_that_may_not_march_together_cross_by_ownership(ranks: WarmRanks) -> None:
+    plan = ShardPlan(8, (2,) * 4, ((0, 1), (2, 3)), ("a",) * 4, modes=("FULL_SHARD",) * 2)
+    plans = [plan, replace(plan, micro_batches=(2, 2)), replace(plan, micro_batches=(2, 1)), None]
+    assert ranks.run(4, how_groups_reduce, plans) == [[True, True, False, False]] * 4

@@ -35,7 +35,12 @@ from lightning_hetero.strategies.fsdp_steps import FSDPSteps
 from lightning_hetero.strategies.gradients import GradientReduction, clip_by_one_norm
 from lightning_hetero.strategies.groups import ShardGroups, replicas_of
 from lightning_hetero.strategies.instruments import Instruments
-from lightning_hetero.strategies.layout import Layout, ranks_sharded_over
+from lightning_hetero.strategies.layout import (
+    Layout,
+    march_together,
+    ranks_sharded_over,
+    reshards_after_forward,
+)
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.loss_weight import LossWeight, loss_weight_problems
 from lightning_hetero.strategies.manual import ManualSteps
@@ -262,10 +267,11 @@ class HeteroFSDPStrategy(CheckpointHooks, FSDPSteps):
     def _shard(self, module: pl.LightningModule) -> None:
         assert self.cluster is not None
         units = find_units(module, self._wrap)
-        self.reshards = self._decide_reshard(module)
+        self.reshards = reshards_after_forward(module, self.cluster, self.options, self._given_plan, self.global_rank)
         self.layout = self._layout(module, units)
         replicas = replicas_of(self.layout.groups, self.layout.modes)
-        self.groups = ShardGroups(replicas, self.global_rank, self.root_device, self._timeout)
+        marching = march_together(module, self._given_plan)
+        self.groups = ShardGroups(replicas, self.global_rank, self.root_device, self._timeout, march_together=marching)
         shard_module(
             module, units, self.groups, self.root_device, reshard_after_forward=self.reshards, options=self.options
         )
@@ -326,23 +332,15 @@ class HeteroFSDPStrategy(CheckpointHooks, FSDPSteps):
         if asked is not None:
             return asked
         assert self.cluster is not None
-        sharded = self.gather_objects(ranks_sharded_over(module, self.global_rank))
+        sharded: list[tuple[int, ...] | None] = self.gather_objects(ranks_sharded_over(module, self.global_rank))
+        known = {ranks for ranks in sharded if ranks is not None}
         if None not in sharded:
-            groups = tuple(sorted(set(sharded)))
+            groups = tuple(sorted(known))
             return Layout(groups, ("FULL_SHARD" if self.reshards else "SHARD_GRAD_OP",) * len(groups))
         chosen = Layout.chosen(module, units, self.cluster, reshards=self.reshards)
         if chosen.reason:
             rank_zero_info(f"hetero_fsdp: {chosen.reason}")
         return chosen
-
-    def _decide_reshard(self, module: pl.LightningModule) -> bool:
-        if self._given_plan is not None:
-            return self._given_plan.mode_of(self._given_plan.group_of(self.global_rank)) == "FULL_SHARD"
-        if self.options.reshards is not None:
-            return self.options.reshards
-        assert self.cluster is not None
-        whole = sum(p.numel() * p.element_size() for p in module.parameters())
-        return whole * 10 > min(device.memory_bytes for device in self.cluster.devices)
 
     @property
     def plan_is_given(self) -> bool:

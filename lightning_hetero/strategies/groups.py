@@ -33,25 +33,30 @@ class ShardGroups:
 
     Equal groups are FSDP2's own hybrid sharding: a mesh of two dimensions, over which it reduces by itself. FSDP2 needs
     a rectangle for that, so groups of unequal size get a mesh each, and their gradients cross by ownership
-    (:class:`~lightning_hetero.strategies.crossing.Crossing`).
+    (:class:`~lightning_hetero.strategies.crossing.Crossing`). So do those of equal groups that may not march together
+    where FSDP2's all-reduce blocks the rank (gloo): a group that is early would wait in it, unit by unit.
 
     Args:
         replicas: sets of ranks, each of which holds the model once.
         rank: this rank.
         device: of this rank.
         timeout: for collectives.
+        march_together: whether all groups run as many micro-batches, so that their last backwards begin together.
 
     Attributes:
         mesh: to shard over: one dimension, or two for native hybrid sharding.
         is_native: whether FSDP2 reduces across groups by itself.
     """
 
-    def __init__(self, replicas: Groups, rank: int, device: torch.device, timeout: timedelta) -> None:
+    def __init__(
+        self, replicas: Groups, rank: int, device: torch.device, timeout: timedelta, *, march_together: bool = True
+    ) -> None:
         self.replicas = replicas
         self.rank = rank
         self._timeout = timeout
         sizes = {len(replica) for replica in replicas}
-        self.is_native = len(replicas) > 1 and len(sizes) == 1 and sizes != {1}
+        waits_for_nobody = march_together or device.type != "cpu"
+        self.is_native = len(replicas) > 1 and len(sizes) == 1 and sizes != {1} and waits_for_nobody
         if len(replicas) == 1:
             self.mesh = init_device_mesh(
                 device.type, (len(replicas[0]), 1), mesh_dim_names=("data_parallel", "tensor_parallel")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_hetero.cluster import Cluster
@@ -14,6 +15,9 @@ from lightning_hetero.plan import ShardPlan
 from lightning_hetero.plan.options import hybrid_size
 from lightning_hetero.planner.node_groups import groups_by_links
 from lightning_hetero.simulator.memory import StateBytes
+
+if TYPE_CHECKING:
+    from lightning_hetero.strategies.options import ShardingOptions
 
 
 class Layout(NamedTuple):
@@ -76,9 +80,35 @@ class Layout(NamedTuple):
         return cls(choice.groups, (mode,) * len(choice.groups), choice.reason)
 
 
+def reshards_after_forward(
+    module: nn.Module, cluster: Cluster, options: ShardingOptions, plan: ShardPlan | None, rank: int
+) -> bool:
+    """Return whether this rank frees parameters between forward and backward: as asked, else where they are large."""
+    if plan is not None:
+        return plan.mode_of(plan.group_of(rank)) == "FULL_SHARD"
+    if options.reshards is not None:
+        return options.reshards
+    whole = sum(p.numel() * p.element_size() for p in module.parameters())
+    return whole * 10 > min(device.memory_bytes for device in cluster.devices)
+
+
+def march_together(module: nn.Module, plan: ShardPlan | None) -> bool:
+    """Return whether all groups are known to run as many micro-batches; for a sharded module, whether they were."""
+    mesh = mesh_sharded_over(module)
+    if mesh is not None:
+        return mesh.ndim == 2
+    # without a plan, micro-batches are planned later
+    return plan is not None and len({plan.micro_batches_of(index) for index in range(len(plan.groups))}) == 1
+
+
+def mesh_sharded_over(module: nn.Module) -> DeviceMesh | None:
+    """Return the mesh that a module is sharded over already, by an earlier fit or ``configure_model``; else None."""
+    return next((p.device_mesh for p in module.parameters() if isinstance(p, DTensor)), None)
+
+
 def ranks_sharded_over(module: nn.Module, rank: int) -> tuple[int, ...] | None:
-    """Return the ranks that a module is sharded over already, by an earlier fit or ``configure_model``; else None."""
-    mesh = next((p.device_mesh for p in module.parameters() if isinstance(p, DTensor)), None)
+    """Return the ranks that a module is sharded over already, if it is."""
+    mesh = mesh_sharded_over(module)
     if mesh is None:
         return None
     rows = [mesh.mesh.tolist()] if mesh.ndim == 1 else mesh.mesh.flatten(0, -2).tolist()
