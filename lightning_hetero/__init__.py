@@ -24,7 +24,7 @@ from lightning_hetero.plan import PipelinePlan, ShardPlan
 
 if TYPE_CHECKING:
     from lightning_hetero.callbacks import EmulatedDevices
-    from lightning_hetero.strategies import HeteroFSDPStrategy, Rebalance
+    from lightning_hetero.strategies import HeteroFSDPStrategy, HeteroPipelineStrategy, Rebalance
 
 __version__ = "0.1.0"
 
@@ -39,10 +39,18 @@ __all__ = [
     "__version__",
 ]
 
-_LATER = {"EmulatedDevices": "callbacks", "HeteroFSDPStrategy": "strategies", "Rebalance": "strategies"}
+_LATER = {
+    "EmulatedDevices": "callbacks",
+    "HeteroFSDPStrategy": "strategies",
+    "HeteroPipelineStrategy": "strategies",
+    "Rebalance": "strategies",
+}
 """names that need torch and Lightning, and where they are"""
 
-_STRATEGIES = {"hetero_fsdp": ("HeteroFSDPStrategy", "FSDP2 with batch shares by measured speed")}
+_STRATEGIES = {
+    "hetero_fsdp": ("HeteroFSDPStrategy", "FSDP2 with batch shares by measured speed"),
+    "hetero_pipe": ("HeteroPipelineStrategy", "a model cut into pipeline stages by measured time and memory"),
+}
 """names for ``Trainer(strategy=...)``"""
 
 
@@ -71,6 +79,6 @@ def _discover(*, dtype: str, measure_speed: bool, measure_links: bool) -> Cluste
 
 
 if find_spec("torch") is not None and find_spec("lightning") is not None:
-    __all__ += ["EmulatedDevices", "HeteroFSDPStrategy", "Rebalance"]
+    __all__ += ["EmulatedDevices", "HeteroFSDPStrategy", "HeteroPipelineStrategy", "Rebalance"]
     discovery.register(_discover)
     after_import("lightning.pytorch", _register_strategies)

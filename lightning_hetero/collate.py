@@ -19,16 +19,19 @@ class MicroCollate:
         collate: the user's; called once for each micro-batch.
         count: micro-batches of the rank's group. With fewer samples than that, the last
             micro-batches repeat the first sample; they count with weight 0.
+        samples: of a full micro-batch, where a short batch is to make fewer of them.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any], count: int) -> None:
+    def __init__(self, collate: Callable[[list[Any]], Any], count: int, samples: int | None = None) -> None:
         self.collate = collate
         self.count = count
+        self.samples = samples
 
     def __call__(self, samples: Sequence[Any]) -> MicroBatches:
         """Return the micro-batches."""
         found, at = MicroBatches(), 0
-        for size in even_parts(len(samples), self.count):
+        count = self.count if self.samples is None else min(self.count, -(-len(samples) // self.samples))
+        for size in even_parts(len(samples), count):
             found.append(self.collate(list(samples[at : at + size]) or [samples[0]]))
             at += size
         return found

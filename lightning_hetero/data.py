@@ -32,6 +32,9 @@ Split = Callable[[int], tuple[int, ...]]
 SplitAt = Callable[[int, int], Split]
 """epoch and batch in it -> how that batch is split"""
 
+Share = Callable[[Iterable[Any]], Iterable[Any]]
+"""batches that a loader would read -> the same batches, on every rank that takes them"""
+
 Agree = Callable[[int], tuple[int, ...]]
 """this rank's number -> every rank's number, in rank order (a collective)"""
 
@@ -176,6 +179,8 @@ class UnevenLoader:
         agree: a collective, by which ranks compare the order that a user's own sampler gave.
         micro_batches: into how many micro-batches each batch is collated; asked at the start of an iteration.
         split_at: how a batch is split, by epoch and batch, where shares move; instead of ``split``.
+        micro_samples: of a full micro-batch, where a short batch is to make fewer of them.
+        share: what hands on the batches that are read, where several ranks take the same ones and one reads them.
     """
 
     def __init__(
@@ -190,6 +195,8 @@ class UnevenLoader:
         agree: Agree,
         micro_batches: Callable[[], int] | None = None,
         split_at: SplitAt | None = None,
+        micro_samples: Callable[[], int] | None = None,
+        share: Share = iter,
     ) -> None:
         batches = cast(BatchSampler, loader.batch_sampler)
         order = SampleOrder(len(cast(Sized, loader.dataset)), batches.sampler, seed)
@@ -198,10 +205,15 @@ class UnevenLoader:
         self._announce = announce
         self._agree = agree
         self._micro_batches = micro_batches or _one
-        self._collating: dict[int, DataLoader[Any]] = {}  # by the number of micro-batches
+        self._micro_samples = micro_samples
+        self._share = share
+        # by the number of micro-batches, and the samples of a full one
+        self._collating: dict[tuple[int, int | None], DataLoader[Any]] = {}
         self._consumed = 0
         self._waited_s = 0.0
         self.on_start = nothing
+        self.on_iteration = nothing
+        """called before each iteration: what was not known when the loader was made is set then"""
 
     @property
     def position(self) -> tuple[int, int]:
@@ -254,11 +266,12 @@ class UnevenLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.on_start()
+        self.on_iteration()
         first = self.uneven.first_batch
         if self.uneven.order.kind == "sampler":
             self._check_order()
         self._consumed = first
-        for batch, data in enumerate(self._timed(self._collated()), start=first):
+        for batch, data in enumerate(self._timed(self._share(self._collated())), start=first):
             # counted when handed out: what workers have read ahead is not consumed
             self._consumed = batch + 1
             self._announce(self.uneven.sizes(batch))
@@ -268,14 +281,15 @@ class UnevenLoader:
     def _collated(self) -> DataLoader[Any]:
         """Return the loader, or one that collates into micro-batches: the same each time, with its workers."""
         count = self._micro_batches()
-        if count == 1:
+        samples = None if self._micro_samples is None else self._micro_samples()
+        if count == 1 and samples is None:
             return self.loader
-        if count not in self._collating:
+        if (count, samples) not in self._collating:
             clone = copy.copy(self.loader)
             clone.__dict__["_iterator"] = None
-            clone.collate_fn = MicroCollate(cast(Any, self.loader.collate_fn), count)
-            self._collating[count] = clone
-        return self._collating[count]
+            clone.collate_fn = MicroCollate(cast(Any, self.loader.collate_fn), count, samples)
+            self._collating[count, samples] = clone
+        return self._collating[count, samples]
 
     def _timed(self, batches: Iterable[Any]) -> Iterator[Any]:
         began_s = time.perf_counter()

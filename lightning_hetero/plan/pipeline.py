@@ -9,7 +9,14 @@ from typing import Any, ClassVar
 
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.errors import PlanError, raise_all
-from lightning_hetero.plan.common import ModelKey, PlanFile, RankPrediction, read_model, read_predictions
+from lightning_hetero.plan.common import (
+    ModelKey,
+    PlanFile,
+    RankPrediction,
+    even_parts,
+    read_model,
+    read_predictions,
+)
 from lightning_hetero.records import (
     Record,
     boolean,
@@ -20,7 +27,15 @@ from lightning_hetero.records import (
     text,
     tuple_of,
 )
-from lightning_hetero.schedule import SCHEDULES, Schedule, build_schedule, interleaving_problems, warmup_problems
+from lightning_hetero.schedule import (
+    FORWARD,
+    SCHEDULES,
+    Action,
+    Schedule,
+    build_schedule,
+    interleaving_problems,
+    warmup_problems,
+)
 
 SCHEMA = 1
 
@@ -127,20 +142,62 @@ class PipelinePlan(PlanFile):
         used = {rank for pipeline in self.pipelines for rank in pipeline.ranks}
         return tuple(rank for rank in range(self.world_size) if rank not in used)
 
-    def schedule_of(self, pipeline: int) -> Schedule:
+    def schedule_of(self, pipeline: int, micro_batches: int | None = None) -> Schedule:
         """What each rank of a pipeline does, in order.
 
         Args:
             pipeline: its index.
+            micro_batches: of a short batch, at most the plan's; by default the plan's. :meth:`runnable` says which
+                numbers the schedule allows.
         """
         own = self.pipelines[pipeline]
+        count = own.micro_batches if micro_batches is None else micro_batches
         return build_schedule(
             self.schedule,
             len(own.ranks),
-            own.micro_batches,
-            warmup=[stage.warmup for stage in own.stages] if self.schedule == "1f1b" else None,
+            count,
+            warmup=[min(stage.warmup, count) for stage in own.stages] if self.schedule == "1f1b" else None,
             stages_per_rank=own.stages_per_rank,
         )
+
+    def forward_schedule(self, pipeline: int, micro_batches: int) -> Schedule:
+        """The forwards alone of so many micro-batches, as evaluation runs them."""
+        own = self.pipelines[pipeline]
+        rows = tuple(
+            tuple(Action(stage, FORWARD, k) for k in range(micro_batches) for stage in own.stages_of(rank))
+            for rank in own.ranks
+        )
+        return Schedule(rows, len(own.stages), micro_batches, "forward")
+
+    def micro_batches_before(self, pipeline: int) -> int:
+        """How many micro-batches of a step are those of earlier pipelines: its own are numbered after them."""
+        return sum(each.micro_batches for each in self.pipelines[:pipeline])
+
+    def runnable(self, pipeline: int, micro_batches: int) -> int:
+        """The least number of micro-batches from ``micro_batches`` on that a pipeline's schedule allows."""
+        if self.schedule != "interleaved_1f1b":
+            return max(1, micro_batches)
+        ranks, count = len(self.pipelines[pipeline].ranks), max(1, micro_batches)
+        while interleaving_problems(ranks, count):
+            count += 1
+        return count
+
+    def split(self, samples: int) -> tuple[int, ...]:
+        """How many samples of a batch each pipeline takes.
+
+        The batch is cut into as few micro-batches as its samples need, of sizes that differ by one at most; they go
+        to the pipelines in proportion to their micro-batches. A pipeline may get none.
+        """
+        counts = [pipeline.micro_batches for pipeline in self.pipelines]
+        needed = max(1, -(-samples // self.micro_batch_size))
+        while needed > sum(counts):  # a larger batch, such as one of evaluation
+            counts = [count * 2 for count in counts]
+        exact = [count * needed / sum(counts) for count in counts]
+        dealt = [int(share) for share in exact]
+        for index in sorted(range(len(exact)), key=lambda i: (dealt[i] - exact[i], i))[: needed - sum(dealt)]:
+            dealt[index] += 1
+        sizes = iter(even_parts(samples, needed))
+        return tuple(sum(next(sizes) for _ in range(count)) for count in dealt)
 
     def owners(self, unit: int) -> tuple[int, ...]:
         """The rank of each pipeline that runs a unit, given by its index: who reduces its gradients."""

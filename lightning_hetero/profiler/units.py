@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from lightning_hetero.cluster import Device
 from lightning_hetero.costs import ModelCosts, TimingPoint, UnitCost, UnitTiming
+from lightning_hetero.emulation import Emulation
 from lightning_hetero.errors import HeteroError, raise_all
-from lightning_hetero.models.units import find_units, original_class
+from lightning_hetero.models.units import Unit, find_units, original_class
 from lightning_hetero.profiler.analytic import Counted, Loss, costs_of, count_units
 from lightning_hetero.profiler.calls import UnitCall
 from lightning_hetero.profiler.devices import describe, free_bytes
@@ -43,6 +46,7 @@ def profile_units(
     wrap: set[type[nn.Module]] | None = None,
     progress: Progress | None = None,
     remark: Callable[[str], None] | None = None,
+    emulated: Device | None = None,
 ) -> ModelCosts:
     """Costs of a model with the seconds of its units on this device.
 
@@ -64,6 +68,7 @@ def profile_units(
         wrap: as :func:`~lightning_hetero.models.units.find_units` takes it.
         progress: is told before each measurement and at the end.
         remark: is told what is shared and what was left out.
+        emulated: a device that this processor behaves like meanwhile: the seconds are then that device's, emulated.
 
     Returns:
         Costs with the seconds under the device's type, the measured points beside each fit; kept activation bytes are
@@ -78,7 +83,7 @@ def profile_units(
         where = torch.device("cuda", torch.cuda.current_device())
     counted = count_units(model, inputs, dtype=dtype, loss=loss, wrap=wrap)
     costs = costs_of(counted, name or type(model).__name__, inputs, dtype)
-    runs = _Runs(counted, model, where, dtype, sorted(set(micro_batches)), repeats, wrap)
+    runs = _Runs(counted, model, where, dtype, sorted(set(micro_batches)), repeats, wrap, emulated)
     kind, own_name = describe(where)
     measured = runs.measure(progress or (lambda done, total, what: None), remark or (lambda text: None))
     units = tuple(_with_measured(cost, measured.get(cost.name), kind) for cost in costs.units)
@@ -132,7 +137,9 @@ class _Runs:
         sizes: list[int],
         repeats: int,
         wrap: set[type[nn.Module]] | None,
+        emulated: Device | None,
     ) -> None:
+        self._emulated = emulated
         self.counted, self.device, self.sizes, self.repeats = counted, device, sizes, repeats
         self.dtype = MATMUL_DTYPES[dtype]
         # The units with their values, where there are some.
@@ -177,7 +184,8 @@ class _Runs:
                 step(done, samples)
                 try:
                     more = (rehearsal.kept_bytes(samples) - self._kept_on_meta(index, samples)) // samples
-                    points.append(rehearsal.time(samples, self.repeats))
+                    with self._behaving(module, samples):
+                        points.append(rehearsal.time(samples, self.repeats))
                 except torch.OutOfMemoryError as error:
                     problem = f"unit {self.units[index].name!r} with {samples} samples does not fit {self.device}"
                     if not points:
@@ -189,6 +197,20 @@ class _Runs:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
         return _Measured(tuple(points), more)
+
+    @contextmanager
+    def _behaving(self, module: nn.Module, samples: int) -> Iterator[None]:
+        """Behave like the emulated device, where there is one."""
+        if self._emulated is None:
+            yield
+            return
+        emulation = Emulation(self._emulated, 0, [Unit("unit", module, True)], account_memory=False)
+        emulation.start(module)
+        try:
+            with emulation.step(samples=samples):
+                yield
+        finally:
+            emulation.stop()
 
     def _kept_on_meta(self, index: int, samples: int) -> int:
         """What the unit by itself keeps on meta: in the model it may keep more of its inputs, or less."""

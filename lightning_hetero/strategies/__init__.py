@@ -1,6 +1,7 @@
 """The strategies: what runs a plan under Lightning."""
 
 from lightning_hetero.strategies.fsdp import HeteroFSDPStrategy
+from lightning_hetero.strategies.pipeline import HeteroPipelineStrategy
 from lightning_hetero.strategies.rebalance import Rebalance
 
-__all__ = ["HeteroFSDPStrategy", "Rebalance"]
+__all__ = ["HeteroFSDPStrategy", "HeteroPipelineStrategy", "Rebalance"]

@@ -68,14 +68,19 @@ class Instruments:
             self._emulation.steps_done = steps_done
 
     @contextmanager
-    def step(self, batch: Any = None) -> Iterator[None]:
-        """Emulate what runs inside; within another such step it changes nothing."""
+    def step(self, batch: Any = None, samples: int | None = None) -> Iterator[None]:
+        """Emulate what runs inside; within another such step it changes nothing.
+
+        Args:
+            batch: what the step was given; its tensors count as memory.
+            samples: in each forward; by default those of the batch.
+        """
         if self._emulation is None or self._inside:
             yield
             return
         self._inside = True
         try:
-            with self._emulation.step(batch):
+            with self._emulation.step(batch, samples):
                 yield
         finally:
             self._inside = False

@@ -25,6 +25,7 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lightning_hetero.collate import MicroBatches
@@ -36,12 +37,14 @@ __all__ = [
     "batches_to_skip",
     "clip_norms_by",
     "drop_loader_states",
+    "evaluation_loader",
     "forget_train_dataloader",
     "give_device_mesh",
     "init_process_group",
     "keep_users_samplers",
     "put_micro_batch",
     "reduce_over_ranks",
+    "set_up_data",
     "train_loaders",
     "trainer_arguments",
     "users_samplers_kept",
@@ -266,12 +269,14 @@ class _WeightedResults(_ResultCollection):
         super().update_metrics(key, value, batch_size)
 
 
-def weigh_logged_values(trainer: pl.Trainer, owner: WeightedReduction) -> None:
+def weigh_logged_values(trainer: pl.Trainer, owner: WeightedReduction, *, training: bool = True) -> None:
     """Make ``self.log(..., sync_dist=True)`` weigh ranks by samples in all loops of ``trainer``.
 
-    The loops keep their results in the private attribute ``_results``; ``log`` has no argument for the reduction.
+    ``training`` says whether the training loop is among them. The loops keep their results in the private attribute
+    ``_results``; ``log`` has no argument for the reduction.
     """
-    trainer.fit_loop.epoch_loop._results = _WeightedResults(True, owner)
+    if training:
+        trainer.fit_loop.epoch_loop._results = _WeightedResults(True, owner)
     for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
         loop._results = _WeightedResults(False, owner)
 
@@ -384,6 +389,29 @@ def drop_loader_states(checkpoint: dict[str, Any]) -> None:
     """Leave the loaders' states out of a checkpoint, in place, so that one device's plain loader can resume it."""
     fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
     fit_loop.get("state_dict", {}).pop("combined_loader", None)
+
+
+def set_up_data(trainer: pl.Trainer) -> None:
+    """Have the loop that is about to run ask for its loaders now; it would do so a little later, and only once.
+
+    ``setup_data`` is the loops' own, and ``Trainer.estimated_stepping_batches`` calls the fit loop's likewise.
+    """
+    if trainer.state.fn == TrainerFn.FITTING:
+        trainer.fit_loop.setup_data()
+    else:
+        _evaluation_loop(trainer).setup_data()
+
+
+def evaluation_loader(trainer: pl.Trainer) -> Any:
+    """Return the first loader of the evaluation that is about to run, as the user made it."""
+    combined = _evaluation_loop(trainer)._combined_loader
+    made = combined.flattened[0] if combined is not None and combined.flattened else ()
+    return getattr(made, "loader", made)
+
+
+def _evaluation_loop(trainer: pl.Trainer) -> Any:
+    loops: dict[Any, Any] = {TrainerFn.VALIDATING: trainer.validate_loop, TrainerFn.TESTING: trainer.test_loop}
+    return loops.get(trainer.state.fn, trainer.predict_loop)
 
 
 def forget_train_dataloader(trainer: pl.Trainer) -> None:

@@ -118,16 +118,16 @@ def summary_table(ranks: Sequence[RankSummary], plan: ShardPlan) -> Table:
             str(measured.rank),
             measured.device,
             str(measured.samples),
-            _seconds(measured.step_s),
-            _seconds(plan.predicted_step_s),
-            _seconds(measured.busy_s),
-            _seconds(planned.busy_s if planned else None),
-            _percent(measured.idle_share),
-            _percent(planned.idle_share if planned else None),
+            in_seconds(measured.step_s),
+            in_seconds(plan.predicted_step_s),
+            in_seconds(measured.busy_s),
+            in_seconds(planned.busy_s if planned else None),
+            in_percent(measured.idle_share),
+            in_percent(planned.idle_share if planned else None),
             "-" if measured.samples_per_s is None else f"{measured.samples_per_s:.2f}",
             "-" if measured.tflops_per_s is None else f"{measured.tflops_per_s:.3g}",
-            _bytes(measured.peak_bytes),
-            _bytes(planned.peak_memory_bytes if planned else None),
+            in_bytes(measured.peak_bytes),
+            in_bytes(planned.peak_memory_bytes if planned else None),
         )
     return table
 
@@ -162,13 +162,16 @@ def _unplanned_share(ranks: Sequence[RankSummary], plan: ShardPlan) -> float | N
     return max(0.0, 1.0 - max(busy) / max(steps))
 
 
-def _seconds(value: float | None) -> str:
+def in_seconds(value: float | None) -> str:
+    """Seconds as a table shows them; - where there are none."""
     return "-" if value is None else format_seconds(value)
 
 
-def _percent(value: float | None) -> str:
+def in_percent(value: float | None) -> str:
+    """A share in percent, likewise."""
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
-def _bytes(value: int | None) -> str:
+def in_bytes(value: int | None) -> str:
+    """Bytes, likewise."""
     return "-" if value is None else format_bytes(value)

@@ -5,7 +5,7 @@ Each piece says which private name it touches and why nothing public will do.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
@@ -99,3 +100,21 @@ def abort_process_group() -> None:
         distributed_c10d._abort_process_group()
     else:
         dist.destroy_process_group()
+
+
+def backward_of_inputs(
+    roots: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], weights: Sequence[Tensor]
+) -> Any:
+    """Run the half of a backward that finds the gradients of ``inputs``; return what the other half needs.
+
+    ``torch.distributed.pipelining._backward`` splits a backward without computing anything twice, for torch's own
+    zero-bubble schedules; torch has no public form of it (torch 2.11 to 2.14).
+    """
+    into = [torch.ones_like(root) if grad is None else grad for root, grad in zip(roots, gradients, strict=True)]
+    _, halves = stage_backward_input(list(roots), into, list(inputs), iter(cast(Sequence[nn.Parameter], weights)))
+    return halves
+
+
+def backward_of_weights(weights: Sequence[Tensor], halves: Any) -> None:
+    """Run the other half: the gradients of ``weights`` are added to those that are there."""
+    stage_backward_weight(iter(cast(Sequence[nn.Parameter], weights)), halves)

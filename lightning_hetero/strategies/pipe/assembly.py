@@ -1,0 +1,184 @@
+"""From a plan to this rank's part of it: stages, messages, groups, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_hetero.errors import PlanError
+from lightning_hetero.plan import Pipeline, PipelinePlan
+from lightning_hetero.strategies.pipe.gradients import OwnedGradients, ownership_of
+from lightning_hetero.strategies.pipe.loading import Hand
+from lightning_hetero.strategies.pipe.mail import Mail
+from lightning_hetero.strategies.pipe.placement import Placement, unit_with
+from lightning_hetero.strategies.pipe.routes import Routes
+from lightning_hetero.strategies.pipe.runtime import PipelineRuntime
+from lightning_hetero.strategies.pipe.stage import Stage
+
+MakeGroup = Callable[..., Any]
+
+
+class Assembly:
+    """What a rank has of a plan.
+
+    Args:
+        plan: of all ranks.
+        placement: of the model; this rank keeps its units with it (a collective).
+        rank: this rank.
+        device: of this rank.
+        make_group: makes a process group of ranks; called on all ranks in the same order.
+        gather: one value of each rank, on all ranks.
+
+    Attributes:
+        pipeline: index of this rank's pipeline; an idle rank goes along with the first.
+        takes_part: whether this rank has stages.
+    """
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        placement: Placement,
+        rank: int,
+        device: torch.device,
+        make_group: MakeGroup,
+        gather: Callable[[Any], list[Any]],
+    ) -> None:
+        self.plan, self.placement, self.rank = plan, placement, rank
+        self.takes_part = rank not in plan.idle_ranks
+        self.pipeline = next((i for i, each in enumerate(plan.pipelines) if rank in each.ranks), 0)
+        self.own = plan.pipelines[self.pipeline]
+        self.borders = [borders_in_chain(plan, each, placement) for each in plan.pipelines]
+        stages = self.own.stages_of(rank) if self.takes_part else ()
+        units = sorted(unit for stage in stages for unit in range(*self.borders[self.pipeline][stage]))
+        owners = placement.owners()
+        placement.keep(units, device)
+        self.recomputes = any(self.own.stages[stage].activation_checkpointing for stage in stages)
+        self._make_hands(make_group)
+        self.gradients = self._gradients(owners, make_group)
+        self.runtime = self._runtime(stages, device, make_group)
+        self.owners_of_names = self._ranks_by_name(owners)
+
+    # -- who is who ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank has its pipeline's first stage."""
+        return self.takes_part and self.own.rank_of(0) == self.rank
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it has the last."""
+        return self.takes_part and self.own.rank_of(len(self.own.stages) - 1) == self.rank
+
+    def last_ranks(self) -> tuple[int, ...]:
+        """The rank of each pipeline's last stage."""
+        return tuple(each.rank_of(len(each.stages) - 1) for each in self.plan.pipelines)
+
+    # -- made once -----------------------------------------------------------------------------------------------------
+
+    def _make_hands(self, make_group: MakeGroup) -> None:
+        """Groups over which a pipeline's ranks, and the idle ones with the first, get its batches and outputs."""
+        self.batch_hand = self.output_hand = Hand(self.rank, self.rank, None)
+        for index, pipeline in enumerate(self.plan.pipelines):
+            ranks = sorted({*pipeline.ranks, *(self.plan.idle_ranks if index == 0 else ())})
+            group = make_group(ranks, backend="gloo") if len(ranks) > 1 else None
+            if self.rank in ranks:
+                last = pipeline.rank_of(len(pipeline.stages) - 1)
+                self.batch_hand = Hand(pipeline.rank_of(0), self.rank, group)
+                self.output_hand = Hand(last, self.rank, group)
+
+    def _ranks_of_unit(self) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in self.placement.chain.units]
+        for pipeline, borders in zip(self.plan.pipelines, self.borders, strict=True):
+            for stage, (start, stop) in enumerate(borders):
+                for unit in range(start, stop):
+                    found[unit].append(pipeline.rank_of(stage))
+        return found
+
+    def _ranks_by_name(self, owners: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Ranks that have each parameter and buffer of the split model, those of the first pipeline first."""
+        ranks = self._ranks_of_unit()
+        return {
+            name: tuple(
+                dict.fromkeys(ranks[unit][pipeline] for pipeline in range(len(self.plan.pipelines)) for unit in units)
+            )
+            for name, units in owners.items()
+            if units
+        }
+
+    def _gradients(self, owners: dict[str, tuple[int, ...]], make_group: MakeGroup) -> OwnedGradients:
+        root = self.placement.root
+        named = {name: p for name, p in root.named_parameters() if p.requires_grad}
+        prefix = f"{self.placement.prefix}."
+        units_of = {name: owners.get(name, ()) if name.startswith(prefix) else () for name in named}
+        sizes = {name: parameter.numel() for name, parameter in named.items()}
+        world = self.plan.world_size
+        ownership = ownership_of(sizes, units_of, self._ranks_of_unit(), world)
+        own = {name: parameter for name, parameter in named.items() if not parameter.is_meta}
+        borders = self.borders[self.pipeline]
+        stage_of = [stage for stage, (start, stop) in enumerate(borders) for _ in range(start, stop)]
+        mine = set(self.own.stages_of(self.rank)) if self.takes_part else set()
+        stages_of = {name: frozenset(stage_of[unit] for unit in units_of[name]) & mine for name in own}
+        return OwnedGradients(own, ownership, stages_of, self.rank, make_group)
+
+    def _runtime(self, stages: Sequence[int], device: torch.device, make_group: MakeGroup) -> PipelineRuntime | None:
+        # every group is made on every rank
+        groups = [
+            (make_group(each.ranks), make_group(each.ranks)) if len(each.ranks) > 1 else (None, None)
+            for each in self.plan.pipelines
+        ]
+        if not self.takes_part:
+            return None
+        borders = self.borders[self.pipeline]
+        routes = Routes.of(self.placement.chain, borders)
+        rank_of = [self.own.rank_of(stage) for stage in range(len(self.own.stages))]
+        mail = Mail(rank_of, self.rank, device, groups[self.pipeline])
+        made = {stage: self._stage(stage, borders[stage], routes) for stage in stages}
+        return PipelineRuntime(self.placement.chain, routes, made, rank_of, self.rank, mail)
+
+    def _stage(self, stage: int, border: tuple[int, int], routes: Routes) -> Stage:
+        units = [(unit, self.placement.chain.units[unit]) for unit in range(*border)]
+        names = dict.fromkeys(way.name for way in routes.all if way.source == stage)
+        parameters = dict(self.placement.root.named_parameters(remove_duplicate=False))
+        own: dict[int, nn.Parameter] = {}
+        for unit, _ in units:
+            own |= {id(parameters[n]): parameters[n] for n in self.placement.names_of_unit[unit] if n in parameters}
+        wanted = [parameter for parameter in own.values() if parameter.requires_grad]
+        return Stage(stage, units, names, wanted, self.own.stages[stage].activation_checkpointing)
+
+
+def borders_in_chain(plan: PipelinePlan, pipeline: Pipeline, placement: Placement) -> tuple[tuple[int, int], ...]:
+    """A pipeline's stages as units of the chain; a plan may have finer ones, such as ``patch_embed.proj``.
+
+    Raises:
+        PlanError: if the plan's units are not the chain's, or a border is inside one of the chain's.
+    """
+    chain_names = [unit.name for unit in placement.chain.units]
+    if tuple(chain_names) == plan.unit_names:
+        return tuple(stage.units for stage in pipeline.stages)
+    unit_of = [unit_with(name, placement) for name in plan.unit_names]
+    unknown = [name for name, unit in zip(plan.unit_names, unit_of, strict=True) if unit is None]
+    if unknown:
+        raise PlanError(
+            f"the plan has the unit {unknown[0]!r}, and {type(placement.model).__name__} has "
+            f'{", ".join(chain_names[:3])}, ..., {chain_names[-1]}: make a plan for this model (plan="auto")'
+        )
+    found = []
+    start = 0
+    for index, stage in enumerate(pipeline.stages):
+        after = unit_of[stage.units[1]] if stage.units[1] < len(unit_of) else len(chain_names)
+        last = unit_of[stage.units[1] - 1]
+        assert after is not None
+        assert last is not None
+        if after <= last:
+            raise PlanError(
+                f"stage {index} ends with {plan.unit_names[stage.units[1] - 1]!r} and the next begins with "
+                f"{plan.unit_names[stage.units[1]]!r}: both are parts of {chain_names[last]!r}, which is run as one; "
+                "move the border"
+            )
+        found.append((start, after))
+        start = after
+    return tuple(found)

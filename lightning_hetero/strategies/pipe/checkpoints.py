@@ -1,0 +1,162 @@
+"""Checkpoints of a pipeline: one file, as one device would write it; read from one device's or hetero_fsdp's."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins import CheckpointIO
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_hetero import checkpoint as state_io
+from lightning_hetero import swap
+from lightning_hetero.errors import HeteroError
+from lightning_hetero.strategies import lightning_adapter
+from lightning_hetero.strategies.checkpoints import STATE_KEY, AtomicCheckpointIO
+
+if TYPE_CHECKING:
+    from lightning_hetero.strategies.pipeline import HeteroPipelineStrategy
+
+
+class PipeCheckpoints:
+    """Saves and loads for a strategy.
+
+    What rank 0 has not is sent to it tensor by tensor; each rank reads the file by memory map and takes its own.
+
+    Args:
+        strategy: whose model and optimizers.
+        weights_only: as for ``torch.load``.
+    """
+
+    def __init__(self, strategy: HeteroPipelineStrategy, weights_only: bool | None) -> None:
+        self._strategy = strategy
+        self._weights_only = weights_only
+        self.default_io: CheckpointIO = AtomicCheckpointIO()
+
+    def model_state(self) -> dict[str, Any]:
+        """Return the whole model on rank 0, nothing elsewhere (a collective)."""
+        module = self._strategy.lightning_module
+        assert module is not None
+        state = module.state_dict()
+        owners = self._owners()
+        found = {name: self._whole(value, owners.get(name, (0,))) for name, value in state.items()}
+        return found if self._strategy.is_global_zero else {}
+
+    def _owners(self) -> Mapping[str, tuple[int, ...]]:
+        return self._strategy.assembly.owners_of_names
+
+    def _whole(self, value: Any, owners: tuple[int, ...]) -> Any:
+        """A tensor on rank 0, from one of its owners; anything else as rank 0 has it."""
+        if not isinstance(value, Tensor):
+            return value
+        if 0 in owners or self._strategy.world_size == 1:
+            return value.detach().cpu() if self._strategy.is_global_zero else None
+        rank, device = self._strategy.global_rank, self._strategy.root_device
+        if rank == owners[0]:
+            dist.send(value.detach().to(device).contiguous(), 0)
+        if rank == 0:
+            buffer = torch.empty(value.shape, dtype=value.dtype, device=device)
+            dist.recv(buffer, owners[0])
+            return buffer.cpu()
+        return None
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's whole state on rank 0, nothing elsewhere (a collective)."""
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer holds the real one
+        state = optimizer.state_dict()
+        owners = self._owners()
+        names = self._names()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        whole = {}
+        for number, parameter in zip(numbers, parameters, strict=True):
+            of = owners.get(names.get(id(parameter), ""), (0,))
+            values = self._parameter_state(state["state"].get(number), of)
+            if values is not None:
+                whole[number] = values
+        return {**state, "state": whole} if self._strategy.is_global_zero else {}
+
+    def _parameter_state(self, values: Any, owners: tuple[int, ...]) -> Any:
+        rank = self._strategy.global_rank
+        if 0 in owners or self._strategy.world_size == 1:
+            return _on_cpu(values) if rank == 0 and values is not None else None
+        if rank == owners[0]:
+            dist.send_object_list([_on_cpu(values)], 0, device=self._strategy.root_device)
+        if rank == 0:
+            received: list[Any] = [None]
+            dist.recv_object_list(received, owners[0], device=self._strategy.root_device)
+            return received[0]
+        return None
+
+    def _names(self) -> dict[int, str]:
+        module = self._strategy.lightning_module
+        assert module is not None
+        return {id(parameter): name for name, parameter in module.named_parameters()}
+
+    def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
+        """Write a checkpoint (all ranks call this)."""
+        strategy = self._strategy
+        path = strategy.broadcast(path)
+        lightning_adapter.drop_loader_states(checkpoint)
+        checkpoint[STATE_KEY] = {"global_batch_size": strategy.global_batch_size, "batch_shares": None}
+        if strategy.is_global_zero:
+            strategy.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+
+    def load(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
+        """Read a checkpoint of one file; every rank reads it and takes its own later."""
+        strategy = self._strategy
+        path = strategy.broadcast(path)
+        if "://" not in str(path):
+            path = swap.find(Path(path))
+        if state_io.is_sharded(Path(path)):
+            raise HeteroError(
+                f"checkpoint {path} is a folder of shards, which hetero_pipe does not read: load it with hetero_fsdp "
+                "and save it as one file (save_distributed_checkpoint=False)"
+            )
+        weights_only = weights_only if weights_only is not None else self._weights_only
+        try:
+            state = strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        except pickle.UnpicklingError as error:
+            raise HeteroError(
+                f"checkpoint {path} holds more than tensors and plain values. If you trust it, pass "
+                f"weights_only=False to the strategy (Lightning does not hand fit's on). torch says: {error}"
+            ) from error
+        saved = state.get(STATE_KEY)
+        if isinstance(saved, Mapping) and saved.get("global_batch_size"):
+            strategy.restore_global_batch(int(saved["global_batch_size"]))
+        return state
+
+    def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Give each rank the values of its units."""
+        module = self._strategy.lightning_module
+        assert module is not None
+        own = module.state_dict()
+        state = {
+            name: torch.empty_like(value, device="meta")
+            if isinstance(value, Tensor) and isinstance(own.get(name), Tensor) and own[name].is_meta
+            else value
+            for name, value in checkpoint["state_dict"].items()
+        }
+        module.load_state_dict(state, strict=strict)
+
+    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        """Give each rank the states of its parameters."""
+        for optimizer, state in zip(self._strategy.optimizers, checkpoint["optimizer_states"], strict=True):
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            numbers = [number for group in state["param_groups"] for number in group["params"]]
+            own = {n for n, parameter in zip(numbers, parameters, strict=False) if not parameter.is_meta}
+            kept = {number: values for number, values in state["state"].items() if number in own}
+            optimizer.load_state_dict({"state": kept, "param_groups": state["param_groups"]})
+
+
+def _on_cpu(values: Any) -> Any:
+    if isinstance(values, Tensor):
+        return values.detach().cpu()
+    if isinstance(values, dict):
+        return {key: _on_cpu(item) for key, item in values.items()}
+    return values

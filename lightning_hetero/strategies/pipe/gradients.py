@@ -1,0 +1,227 @@
+"""Gradients of a rank's parameters: made in the schedule, summed over their owners, released to Lightning.
+
+Lightning zeroes gradients between ``training_step``, in which a pipeline's whole schedule runs, and ``backward``. So
+the schedule runs with ``p.grad`` set aside; what it made waits until the backward of the loss that Lightning got, a
+small autograd function, adds it to ``p.grad`` multiplied by the incoming gradient (1 / accumulated batches)::
+
+    training_step   set aside | schedule: p.grad | sums over owners begin as stages end | take
+    zero_grad
+    backward        p.grad += taken x incoming gradient
+
+Which gradients are summed with whom follows from ownership: a unit that several pipelines have, a tied parameter, and
+what is outside the split model and on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hetero.ownership import Ownership, Slice
+
+
+class OwnedGradients:
+    """The gradients of one rank.
+
+    Args:
+        parameters: of this rank, by name; in the same order on all ranks, as far as they have them.
+        ownership: of all ranks.
+        stage_of: this rank's last stage (the one that runs its last backward first) of each parameter; those outside
+            the model have none.
+        rank: this rank.
+        make_group: from ascending ranks to a process group; called on all ranks in the same order.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        ownership: Ownership,
+        stages_of: Mapping[str, frozenset[int]],
+        rank: int,
+        make_group: Callable[[Sequence[int]], Any],
+    ) -> None:
+        self._parameters = dict(parameters)
+        self._rank = rank
+        self._groups = {owners: make_group(owners) for owners in ownership.owner_sets}
+        self._shared: dict[tuple[int, ...], list[str]] = {}
+        for name in self._parameters:
+            pieces = ownership.of_rank(rank, name)
+            if pieces:
+                self._shared.setdefault(pieces[0].owners, []).append(name)
+        self._counted = [name for name in self._parameters if _first_owner(ownership, name) == rank]
+        self._waits_for = {
+            owners: frozenset().union(*(stages_of.get(name, frozenset()) for name in names))
+            for owners, names in self._shared.items()
+        }
+        self._without_stage = {
+            owners for owners, names in self._shared.items() if any(not stages_of.get(name) for name in names)
+        }
+        self._aside: dict[str, Tensor] = {}
+        self._taken: dict[str, Tensor] = {}
+        self._works: list[tuple[Any, Tensor, list[str]]] = []
+        self._begun: set[tuple[int, ...]] = set()
+        self._done_stages: set[int] = set()
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def begin(self, *, keep: bool) -> None:
+        """Set gradients aside before a schedule.
+
+        Args:
+            keep: whether they are still wanted; else they are dropped, which Lightning is about to do.
+        """
+        self._aside = {n: p.grad for n, p in self._parameters.items() if keep and p.grad is not None}
+        self._taken, self._works = {}, []
+        self._begun, self._done_stages = set(), set()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def stage_is_done(self, stage: int) -> None:
+        """Begin to sum what no later backward of this step adds to (not waited for)."""
+        self._done_stages.add(stage)
+        for owners in sorted(self._shared):
+            ready = owners not in self._begun and owners not in self._without_stage
+            if ready and self._waits_for[owners] <= self._done_stages:
+                self._begin_sum(owners)
+
+    def _begin_sum(self, owners: tuple[int, ...]) -> None:
+        self._begun.add(owners)
+        self._works += _sums(
+            {name: self._parameters[name].grad for name in self._shared[owners]}, self._parameters, self._groups[owners]
+        )
+
+    def present(self, names: Iterable[str]) -> frozenset[str]:
+        """Those of ``names`` that have a gradient now."""
+        found = ((name, self._parameters.get(name)) for name in names)
+        return frozenset(name for name, parameter in found if parameter is not None and parameter.grad is not None)
+
+    def take(self, *, summed: bool) -> None:
+        """Take the schedule's gradients off the parameters; put back what was set aside.
+
+        Args:
+            summed: whether they are summed over owners now; else :meth:`release` does it, with what has accumulated.
+        """
+        if summed:
+            for owners in sorted(self._shared):
+                if owners not in self._begun:
+                    self._begin_sum(owners)
+            self._finish_sums()
+        self._taken = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
+        for name, parameter in self._parameters.items():
+            parameter.grad = self._aside.get(name)
+        self._aside = {}
+
+    def drop(self) -> None:
+        """Forget a schedule that failed."""
+        self._works, self._taken, self._aside = [], {}, {}
+
+    def release(self, factor: float, *, sum_now: bool) -> None:
+        """Add what was taken to the parameters' gradients.
+
+        Args:
+            factor: what it is multiplied by.
+            sum_now: sum what is there then over owners: the last of several batches that accumulated.
+        """
+        for name, gradient in self._taken.items():
+            parameter = self._parameters[name]
+            with torch.no_grad():
+                scaled = gradient if factor == 1.0 else gradient.mul_(factor)
+                parameter.grad = scaled if parameter.grad is None else parameter.grad.add_(scaled)
+        self._taken = {}
+        if sum_now:
+            for owners in sorted(self._shared):
+                self._begin_sum(owners)
+            self._finish_sums()
+
+    def _finish_sums(self) -> None:
+        for work, flat, names in self._works:
+            work.wait()
+            _spread(flat, names, self._parameters)
+        self._works = []
+
+    # -- norm ----------------------------------------------------------------------------------------------------------
+
+    def squared_norm(self, gradients: Mapping[nn.Parameter, Tensor], device: torch.device) -> Tensor:
+        """The sum of squares of those gradients that this rank answers for: each parameter counts on one rank."""
+        own = [self._parameters[name] for name in self._counted]
+        squares = [gradients[p].detach().double().square().sum() for p in own if p in gradients]
+        return torch.stack(squares).sum().to(device) if squares else torch.zeros((), dtype=torch.float64, device=device)
+
+
+def _first_owner(ownership: Ownership, name: str) -> int:
+    pieces = ownership.pieces.get(name, ())
+    return pieces[0].owners[0] if pieces else -1
+
+
+def _sums(
+    gradients: Mapping[str, Tensor | None], parameters: Mapping[str, nn.Parameter], group: Any
+) -> Iterable[tuple[Any, Tensor, list[str]]]:
+    """Begin one sum for each type of the gradients: (work, flat sum, names).
+
+    A gradient that is absent here may be present elsewhere, so it counts as zero; at the end of each flat tensor is,
+    per gradient, on how many ranks it is present, so that one that nobody has stays absent.
+    """
+    by_type: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+    for name in gradients:
+        parameter = parameters[name]
+        by_type.setdefault((parameter.dtype, parameter.device), []).append(name)
+    found = []
+    for (dtype, device), names in by_type.items():
+        parts = [
+            torch.zeros(parameters[name].numel(), dtype=dtype, device=device) if grad is None else grad.reshape(-1)
+            for name, grad in ((name, gradients[name]) for name in names)
+        ]
+        present = torch.tensor([gradients[name] is not None for name in names], dtype=dtype, device=device)
+        flat = torch.cat([*parts, present])
+        found.append((dist.all_reduce(flat, group=group, async_op=True), flat, names))
+    return found
+
+
+def _spread(flat: Tensor, names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> None:
+    present = flat[len(flat) - len(names) :].tolist()
+    at = 0
+    for name, owners_with_it in zip(names, present, strict=True):
+        parameter = parameters[name]
+        part = flat[at : at + parameter.numel()].view_as(parameter)
+        at += parameter.numel()
+        if owners_with_it:
+            parameter.grad = part  # a view: the flat sum lives as long as its parts
+
+
+def ownership_of(
+    sizes: Mapping[str, int], units_of: Mapping[str, Sequence[int]], ranks_of_unit: Sequence[Sequence[int]], world: int
+) -> Ownership:
+    """Who owns what.
+
+    Args:
+        sizes: elements of each parameter, by its first name.
+        units_of: units that own each; none for those outside the split model, which every rank has.
+        ranks_of_unit: ranks that have each unit, over all pipelines.
+        world: number of ranks.
+    """
+    slices = []
+    for name, size in sizes.items():
+        units = units_of.get(name, ())
+        ranks = {rank for unit in units for rank in ranks_of_unit[unit]} if units else set(range(world))
+        slices += [Slice(rank, name, 0, size) for rank in sorted(ranks)]
+    return Ownership(slices)
+
+
+class Release(torch.autograd.Function):
+    """A loss whose backward hands out gradients that were made before, multiplied by the incoming gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: Tensor, value: Tensor, hand_out: Callable[[Tensor], None]) -> Tensor:
+        """Return ``value``; ``handle`` is any tensor that requires a gradient."""
+        ctx.hand_out = hand_out
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Hand out."""
+        ctx.hand_out(gradients[0])
+        return None, None, None

@@ -1,0 +1,217 @@
+"""The user's loaders, as pipelines read them: each pipeline its share of a global batch, once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, Any, cast
+
+from lightning.pytorch.trainer.states import RunningStage
+from torch.utils.data import BatchSampler, DataLoader
+
+from lightning_hetero.data import UnevenLoader, batch_size_of, can_be_split, default_seed, with_batch_sampler
+from lightning_hetero.errors import DataError, UnsupportedError
+from lightning_hetero.plan import PipelinePlan, even_parts
+from lightning_hetero.strategies import lightning_adapter
+from lightning_hetero.strategies.pipe.loading import cut_whole
+
+if TYPE_CHECKING:
+    from lightning_hetero.strategies.pipeline import HeteroPipelineStrategy
+
+_EVAL_STAGES = (
+    RunningStage.VALIDATING,
+    RunningStage.SANITY_CHECKING,
+    RunningStage.TESTING,
+    RunningStage.PREDICTING,
+)
+
+
+class PipeLoaders:
+    """Turns the user's loaders into ones of pipelines.
+
+    A pipeline is to the sampler what a rank is elsewhere: it has its samples of each global batch. Its first rank
+    reads them and hands them on.
+
+    Args:
+        strategy: whose plan says the shares.
+        global_batch_size: as the user gave it.
+    """
+
+    def __init__(self, strategy: HeteroPipelineStrategy, global_batch_size: int | None) -> None:
+        self.strategy = strategy
+        self._asked = global_batch_size
+        self.global_batch_size = global_batch_size
+        self.train: UnevenLoader | WholeBatches | None = None
+        self._made: list[UnevenLoader] = []
+        self._plan: PipelinePlan | None = None
+        self.train_sizes: deque[tuple[int, ...]] = deque()
+        self.eval_sizes: deque[tuple[int, ...]] = deque()
+
+    def use_plan(self, plan: PipelinePlan) -> None:
+        """Read by this plan from now on.
+
+        Raises:
+            DataError: if it was made for another global batch than is asked for.
+        """
+        if self._asked is not None and self._asked != plan.global_batch_size:
+            raise DataError(
+                f"global_batch_size={self._asked}, but the plan was made for {plan.global_batch_size}: leave one out"
+            )
+        self._plan = plan
+        self.global_batch_size = plan.global_batch_size
+
+    def process(self, loader: Any) -> Any:
+        """Return what Lightning is to iterate in place of ``loader``."""
+        strategy = self.strategy
+        assert strategy.lightning_module is not None
+        trainer = strategy.lightning_module.trainer
+        evaluating = trainer.state.stage in _EVAL_STAGES
+        loader = lightning_adapter.without_index_tracking(loader)
+        announce = self.eval_sizes.append if evaluating else self.train_sizes.append
+        made: UnevenLoader | WholeBatches
+        if can_be_split(loader) and not lightning_adapter.users_samplers_kept(trainer):
+            made = self._split(loader, evaluating, announce, predicting=trainer.predicting)
+        else:
+            made = _whole_batches(loader)(self, loader, announce, training=not evaluating)
+        if not evaluating:
+            made.on_start = self.train_sizes.clear
+            self.train = made
+        return made
+
+    def _split(self, loader: DataLoader[Any], evaluating: bool, announce: Any, predicting: bool) -> UnevenLoader:
+        strategy = self.strategy
+        size = cast(BatchSampler, loader.batch_sampler).batch_size * strategy.world_size
+        if not evaluating:
+            size = self.global_batch_size = self.global_batch_size or size
+        made = UnevenLoader(
+            loader,
+            rank=0,
+            global_batch_size=size,
+            split=lambda samples: self.plan.split(samples),
+            seed=default_seed(),
+            announce=announce,
+            agree=strategy.gather_numbers,
+            micro_batches=None if evaluating else self._micro_batches,
+            micro_samples=None if evaluating else lambda: self.plan.micro_batch_size,
+            share=self.share,
+        )
+        sampler = made.uneven
+        made.on_iteration = lambda: setattr(sampler, "rank", strategy.pipeline_index())
+        if predicting:
+            tracked = lightning_adapter.with_index_tracking(sampler, sampler.has_samples)
+            made.loader = with_batch_sampler(made.loader, tracked)
+        return made
+
+    @property
+    def plan(self) -> PipelinePlan:
+        """The plan, which is there before the first batch is read."""
+        assert self._plan is not None
+        return self._plan
+
+    def _micro_batches(self) -> int:
+        return self.plan.pipelines[self.strategy.pipeline_index()].micro_batches
+
+    def share(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Batches that this rank reads, or gets from the one that does."""
+        return self.strategy.batch_hand().batches(batches)
+
+    def first_batch(self, samples: int) -> Any:
+        """A batch of so many samples from the start of the training data, and nothing taken from it."""
+        loader = self.train
+        if loader is None:
+            return None
+        if isinstance(loader, WholeBatches):
+            return loader.first_batch()
+        order = loader.uneven.order
+        indices = order.indices(0)[:samples]
+        dataset: Any = loader.loader.dataset
+        fetch = getattr(dataset, "__getitems__", None)
+        collate: Any = loader.loader.collate_fn
+        return collate(fetch(indices) if callable(fetch) else [dataset[i] for i in indices])
+
+    def check_single(self, loaders: int) -> None:
+        """Refuse several training loaders."""
+        if loaders > 1:
+            raise UnsupportedError(
+                f"hetero_pipe trains from one DataLoader, got {loaders}: put the datasets together "
+                "(torch.utils.data.StackDataset or ConcatDataset)"
+            )
+
+    def skip(self, batches: int, epoch: int) -> None:
+        """Go on in the middle of an epoch, where a resumed fit is."""
+        if batches and isinstance(self.train, UnevenLoader):
+            self.train.skip(epoch, batches)
+
+
+class WholeBatches:
+    """A loader whose batches are the user's own: each pipeline's first rank reads its own, whole, and cuts them.
+
+    Args:
+        loaders: of the strategy.
+        loader: the user's.
+        announce: takes every pipeline's samples of each batch.
+        training: whether batches are cut into micro-batches.
+    """
+
+    def __init__(self, loaders: PipeLoaders, loader: Any, announce: Any, training: bool) -> None:
+        self._loaders, self.loader = loaders, loader
+        self._announce, self._training = announce, training
+        self._begun: Iterable[Any] | None = None  # with its first batch still in it
+        self.on_start: Any = lambda: None
+
+    @property
+    def dataset(self) -> Any:
+        """The user's dataset, if there is one."""
+        return getattr(self.loader, "dataset", None)
+
+    @property
+    def sampler(self) -> WholeBatches:
+        """What Lightning calls ``set_epoch`` on."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on to the samplers and the dataset that want it."""
+        for part in ("sampler", "batch_sampler", "dataset"):
+            set_epoch = getattr(getattr(self.loader, part, None), "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+
+    def first_batch(self) -> Any:
+        """The first batch, without taking it from who iterates next."""
+        iterator = iter(self.loader)
+        first = next(iterator, None)
+        self._begun = iterator if first is None else chain([first], iterator)
+        return first
+
+    def __iter__(self) -> Iterator[Any]:
+        self.on_start()
+        strategy = self._loaders.strategy
+        source, self._begun = self.loader if self._begun is None else self._begun, None
+        for batch in self._loaders.share(source):
+            size = batch_size_of(batch)
+            sizes = strategy.sizes_of_pipelines(size)
+            if min(sizes) < 0:
+                return
+            self._announce(sizes)
+            yield self._cut(batch, size) if self._training else batch
+        strategy.sizes_of_pipelines(-1)
+
+    def _cut(self, batch: Any, samples: int) -> Any:
+        count = -(-samples // self._loaders.plan.micro_batch_size)
+        return cut_whole(batch, samples, even_parts(samples, count))
+
+
+class SizedWholeBatches(WholeBatches):
+    """The same, where the length is known."""
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+def _whole_batches(loader: Any) -> type[WholeBatches]:
+    try:
+        len(loader)
+    except (TypeError, NotImplementedError):
+        return WholeBatches
+    return SizedWholeBatches

@@ -1,0 +1,186 @@
+"""What the last stage logs in a training step, on every rank: the same values, those of the whole global batch.
+
+The last stage of each pipeline runs the user's step, once per micro-batch. What it logs is noted there, joined over
+micro-batches and pipelines as one device would have it for the whole batch, and logged once on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+_DROPPED = ("sync_dist", "sync_dist_group", "enable_graph", "metric_attribute")
+"""arguments of ``log`` that mean nothing once a value is the global batch's"""
+
+
+@dataclass
+class LoggedValue:
+    """One name that was logged in a step.
+
+    Args:
+        arguments: of ``self.log``, without name, value and batch size.
+        values: per call, the value and what it weighs.
+        sizes: per call, the samples: as the user said, or the micro-batch's.
+        metric: dotted name of the torchmetrics object, where that is what was logged.
+    """
+
+    arguments: dict[str, Any]
+    values: list[tuple[Tensor, float]] = field(default_factory=list)
+    sizes: list[float] = field(default_factory=list)
+    metric: str | None = None
+
+
+@dataclass
+class MetricState:
+    """What a rank without a metric's updates has to know of them."""
+
+    updates: int
+    forward_cache: Any = None
+
+
+class StepLog:
+    """Notes what a step logs, instead of logging it.
+
+    Args:
+        module: the user's.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._module = module
+        self._metrics = {id(child): name for name, child in module.named_modules() if isinstance(child, Metric)}
+        self._updates: dict[str, int] = {}
+        self.logged: dict[str, LoggedValue] = {}
+        self.weight, self.samples = 0.0, 0
+
+    def begin_step(self) -> None:
+        """Forget the step before."""
+        self.logged = {}
+        self._updates = {name: metric._update_count for name, metric in self._named_metrics()}
+
+    def begin_micro_batch(self, weight: float, samples: int) -> None:
+        """Say what the values that are logged from here on count for."""
+        self.weight, self.samples = weight, samples
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note instead of logging, meanwhile; ``log_dict`` calls ``log``."""
+        self._module.__dict__["log"] = self._note
+        try:
+            yield
+        finally:
+            self._module.__dict__.pop("log", None)
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Log nothing, meanwhile."""
+        self._module.__dict__["log"] = lambda *args, **kwargs: None
+        try:
+            yield
+        finally:
+            self._module.__dict__.pop("log", None)
+
+    def _note(self, name: str, value: Any, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
+        positional = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
+        arguments = {**dict(zip(positional, args, strict=False)), **kwargs}
+        arguments = {key: item for key, item in arguments.items() if key not in _DROPPED}
+        entry = self.logged.setdefault(name, LoggedValue(arguments))
+        entry.sizes.append(self.samples if batch_size is None else batch_size)
+        if isinstance(value, Metric):
+            entry.metric = self._metrics.get(id(value))
+            value = value._forward_cache
+            if not isinstance(value, Tensor):
+                return
+        tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value))
+        entry.values.append((tensor.to("cpu"), self.weight))
+
+    def metric_states(self) -> dict[str, MetricState]:
+        """What has changed in the metrics during the step."""
+        return {
+            name: MetricState(metric._update_count, metric._forward_cache)
+            for name, metric in self._named_metrics()
+            if metric._update_count != self._updates.get(name, 0)
+        }
+
+    def take_metric_states(self, states: Mapping[str, MetricState]) -> None:
+        """Let this rank's metrics know of updates on the last stage; their values come together in ``compute``."""
+        for name, metric in self._named_metrics():
+            if name in states:
+                metric._update_count = states[name].updates
+                metric._computed = None
+                metric._forward_cache = states[name].forward_cache
+
+    def log_all(self, logged: Mapping[str, LoggedValue], device: torch.device) -> None:
+        """Log for this rank what :func:`join_logs` made of all pipelines' notes, in a :func:`values_are_everyones`."""
+        metrics = dict(self._named_metrics())
+        for name, entry in logged.items():
+            # in name only: Lightning would warn of values that are not synchronised
+            arguments = {**entry.arguments, "batch_size": max(1, round(sum(entry.sizes))), "sync_dist": True}
+            if entry.metric is not None:
+                metric = metrics[entry.metric]
+                if entry.values:
+                    metric._forward_cache = entry.values[0][0].to(device)
+                self._module.log(name, metric, **arguments)
+            else:
+                self._module.log(name, entry.values[0][0].to(device), **arguments)
+
+    def _named_metrics(self) -> Iterator[tuple[str, Any]]:
+        # the counters of torchmetrics have no setters; Lightning reads the same private names
+        return ((name, child) for name, child in self._module.named_modules() if isinstance(child, Metric))
+
+
+def _as_it_is(value: Any, *args: Any, **kwargs: Any) -> Any:
+    return value
+
+
+@contextmanager
+def values_are_everyones(strategy: Any) -> Iterator[None]:
+    """What is logged meanwhile is the same on all ranks: Lightning takes the reduction from the strategy, and keeps it
+    for the name."""
+    strategy.__dict__["reduce"] = _as_it_is
+    try:
+        yield
+    finally:
+        del strategy.__dict__["reduce"]
+
+
+def join_logs(pipelines: Sequence[Mapping[str, LoggedValue]]) -> dict[str, LoggedValue]:
+    """One value for each name: over micro-batches and pipelines, by its own ``reduce_fx``."""
+    found: dict[str, LoggedValue] = {}
+    for logged in pipelines:
+        for name, entry in logged.items():
+            known = found.setdefault(name, LoggedValue(entry.arguments, metric=entry.metric))
+            known.values += entry.values
+            known.sizes += entry.sizes
+    for entry in found.values():
+        if entry.values:
+            entry.values = [(_joined(entry.values, entry.arguments.get("reduce_fx", "mean")), 1.0)]
+    return found
+
+
+def _joined(values: Sequence[tuple[Tensor, float]], reduce_fx: Any) -> Tensor:
+    counted = [(value, weight) for value, weight in values if weight] or [(values[0][0], 1.0)]
+    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    tensors = [value for value, _ in counted]
+    if name == "mean":
+        total = sum(weight for _, weight in counted)
+        first, weight = counted[0]
+        joined = first * (weight / total)
+        for value, weight in counted[1:]:
+            joined = joined + value * (weight / total)
+        return joined if len(counted) > 1 else first
+    if name == "sum":
+        return torch.stack(tensors).sum(0)
+    if name in ("max", "min"):
+        stacked = torch.stack(tensors)
+        return stacked.amax(0) if name == "max" else stacked.amin(0)
+    joined = tensors[0]
+    for value in tensors[1:]:
+        joined = reduce_fx(torch.stack([joined, value]))
+    return joined

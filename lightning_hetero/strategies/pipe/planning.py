@@ -1,0 +1,360 @@
+"""Plan a pipeline for the model at hand: what its units take on every kind of device, and what follows."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_hetero.cluster import Cluster
+from lightning_hetero.costs import ModelCosts, UnitCost, UnitTiming
+from lightning_hetero.data import batch_size_of
+from lightning_hetero.errors import HeteroError, InfeasibleError, UnsupportedError
+from lightning_hetero.models.chains import find_chain
+from lightning_hetero.models.inputs import class_loss
+from lightning_hetero.plan import PipelinePlan
+from lightning_hetero.planner.pipeline import plan_pipeline
+from lightning_hetero.planner.training import Training
+from lightning_hetero.profiler.meta import meta_copy
+from lightning_hetero.profiler.units import profile_units
+from lightning_hetero.strategies import lightning_adapter
+from lightning_hetero.strategies.pipe.arguments import PipelineOptions
+from lightning_hetero.strategies.pipe.placement import Placement, unit_with
+from lightning_hetero.strategies.pipe.roles import Roles
+from lightning_hetero.strategies.planning import SAME_CLASS
+from lightning_hetero.strategies.untouched import untouched
+
+if TYPE_CHECKING:
+    from lightning_hetero.strategies.pipeline import HeteroPipelineStrategy
+
+__all__ = ["PipelineOptions", "describe", "make_plan", "merge_units"]
+
+_REPEATS = 3
+_SAMPLES = 2  # of the batch from which shapes are learned
+_DTYPES = {"64-true": "float64", "bf16-true": "bfloat16", "16-true": "float16"}
+
+
+@dataclass(frozen=True)
+class _Call:
+    """With what a step calls its model, tensors apart from the rest; what all ranks know of it."""
+
+    structure: Any
+    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+    def tensors(self) -> list[Tensor]:
+        return [torch.zeros(shape, dtype=dtype) for shape, dtype in self.shapes]
+
+    @property
+    def is_plain(self) -> bool:
+        args, kwargs = self.structure
+        return not kwargs and all(isinstance(arg, _Place) for arg in args)
+
+
+@dataclass(frozen=True)
+class _Place:
+    index: int
+
+
+class CalledAs(nn.Module):
+    """A model that takes its tensors in a row, and is called with all the rest that its step calls it with."""
+
+    def __init__(self, model: nn.Module, structure: Any) -> None:
+        super().__init__()
+        self.model = model
+        self._structure = structure
+
+    def forward(self, *tensors: Tensor) -> Any:
+        """Call the model."""
+        args, kwargs = _filled(self._structure, tensors)
+        return self.model(*args, **kwargs)
+
+
+def make_plan(
+    strategy: HeteroPipelineStrategy, trainer: pl.Trainer, placement: Placement
+) -> tuple[PipelinePlan, ModelCosts]:
+    """Measure or look up what units take, and plan (a collective).
+
+    Returns:
+        The plan, and the costs of the chain's units that it was made from.
+
+    Raises:
+        InfeasibleError: if no plan fits, with what would.
+    """
+    cluster = strategy.cluster
+    assert cluster is not None
+    lightning_adapter.set_up_data(trainer)
+    batch_size = strategy.global_batch_size or strategy.world_size
+    call = strategy.broadcast(_call_of(strategy, trainer, placement) if strategy.is_global_zero else None)
+    if isinstance(call, str):
+        raise UnsupportedError(call)
+    precision = strategy.precision_name()
+    dtype = _DTYPES.get(precision, "float32")
+    if strategy.costs is not None:
+        costs = merge_units(strategy.costs, placement, call)
+        planning_cluster = cluster
+    else:
+        costs, planning_cluster = _measured(strategy, placement, call, dtype, batch_size)
+    optimizer = _optimizer_name(strategy, trainer)
+    training = Training(batch_size, precision=precision, optimizer=optimizer)
+    arguments = strategy.options.for_planner()
+    plan = strategy.broadcast(_plan_on_rank_0(strategy, planning_cluster, costs, training, arguments))
+    if isinstance(plan, Exception):
+        raise plan
+    return replace(plan, device_types=cluster.device_types(), model=None), costs
+
+
+def _plan_on_rank_0(
+    strategy: HeteroPipelineStrategy, cluster: Cluster, costs: ModelCosts, training: Training, arguments: dict[str, Any]
+) -> PipelinePlan | Exception | None:
+    if not strategy.is_global_zero:
+        return None
+    try:
+        return plan_pipeline(cluster, costs, training, **arguments)
+    except (InfeasibleError, HeteroError) as error:
+        return error
+
+
+def describe(plan: PipelinePlan) -> str:
+    """One line on who runs what."""
+    parts = []
+    for pipeline in plan.pipelines:
+        stages = ", ".join(
+            f"rank {pipeline.rank_of(index)} {_units(plan, stage.units)}" for index, stage in enumerate(pipeline.stages)
+        )
+        parts.append(f"{stages}; {pipeline.micro_batches} micro-batches of up to {plan.micro_batch_size}")
+    idle = f"; idle: rank {', '.join(map(str, plan.idle_ranks))}" if plan.idle_ranks else ""
+    return f"{plan.schedule}: {' | '.join(parts)}{idle}"
+
+
+def _units(plan: PipelinePlan, units: tuple[int, int]) -> str:
+    first, last = plan.unit_names[units[0]], plan.unit_names[units[1] - 1]
+    return first if first == last else f"{first} to {last}"
+
+
+# -- what the model is called with -------------------------------------------------------------------------------------
+
+
+def _call_of(strategy: HeteroPipelineStrategy, trainer: pl.Trainer, placement: Placement) -> _Call | str:
+    """Run the user's step on the first samples up to the model; a text where that cannot be."""
+    module = strategy.lightning_module
+    assert module is not None
+    try:
+        step, batch = _step_and_batch(strategy, trainer)
+        roles = Roles(module, placement.model, placement.prefix)
+        with untouched(module), torch.no_grad():
+            args, kwargs = roles.catch(step, batch, *_step_arguments(step))
+    except HeteroError as error:
+        return str(error)
+    tensors: list[Tensor] = []
+    structure = _emptied((args, kwargs), tensors)
+    if not tensors:
+        return f"self.{placement.prefix}(...) is called without a tensor: there is nothing to plan by"
+    return _Call(structure, tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
+
+
+def _step_and_batch(strategy: HeteroPipelineStrategy, trainer: pl.Trainer) -> tuple[Any, Any]:
+    module: Any = strategy.lightning_module
+    if trainer.state.fn == TrainerFn.FITTING:
+        batch = strategy.loaders.first_batch(_SAMPLES)
+        step = module.training_step
+    else:
+        names: dict[Any, str] = {TrainerFn.VALIDATING: "validation_step", TrainerFn.TESTING: "test_step"}
+        name = names.get(trainer.state.fn, "predict_step")
+        step = getattr(module, name)
+        batch = next(iter(lightning_adapter.evaluation_loader(trainer)), None)
+    if batch is None:
+        raise HeteroError("the loader has no batch: there is nothing to plan by")
+    return step, batch
+
+
+def _step_arguments(step: Any) -> tuple[int, ...]:
+    return (0,) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else ()
+
+
+def _emptied(value: Any, into: list[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        into.append(value)
+        return _Place(len(into) - 1)
+    if isinstance(value, dict):
+        return {key: _emptied(item, into) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(_emptied(item, into) for item in value)
+    return value
+
+
+def _filled(value: Any, tensors: Sequence[Tensor]) -> Any:
+    if isinstance(value, _Place):
+        return tensors[value.index]
+    if isinstance(value, dict):
+        return {key: _filled(item, tensors) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_filled(item, tensors) for item in value)
+    return value
+
+
+# -- what units take ---------------------------------------------------------------------------------------------------
+
+
+def _measured(
+    strategy: HeteroPipelineStrategy, placement: Placement, call: _Call, dtype: str, batch_size: int
+) -> tuple[ModelCosts, Cluster]:
+    """Every rank measures the units on its device; those of a type that come out alike are one (a collective)."""
+    cluster = strategy.cluster
+    assert cluster is not None
+    model = placement.model if call.is_plain else CalledAs(placement.model, call.structure)
+    emulated = cluster.devices[strategy.global_rank] if cluster.emulate else None
+    costs = profile_units(
+        model,
+        call.tensors(),
+        dtype=dtype,
+        device=strategy.root_device,
+        micro_batches=sorted({1, 2, max(1, min(4, batch_size // max(1, strategy.world_size)))}),
+        repeats=_REPEATS,
+        loss=_loss,
+        emulated=emulated,
+    )
+    (measured,) = costs.devices
+    own = {unit.name: unit.timings[measured] for unit in costs.units}
+    everyones: list[dict[str, UnitTiming]] = strategy.gather_objects(own)
+    kinds = _kinds(cluster.device_types(), [_total_s(timings) for timings in everyones])
+    pooled = _pooled(kinds, everyones)
+    units = tuple(
+        replace(unit, timings={kind: timings[unit.name] for kind, timings in pooled.items()}) for unit in costs.units
+    )
+    costs = replace(costs, units=units, devices=dict.fromkeys(pooled, "measured"))
+    devices = tuple(replace(device, type=kind) for device, kind in zip(cluster.devices, kinds, strict=True))
+    return merge_units(costs, placement, call), replace(cluster, devices=devices)
+
+
+def _total_s(timings: Mapping[str, UnitTiming]) -> float:
+    return sum(timing.forward_s(1) + timing.backward_s(1) for timing in timings.values())
+
+
+def _kinds(types: Sequence[str], seconds: Sequence[float]) -> list[str]:
+    """The type of each rank's device; one that measured otherwise than the median of its type is a kind of its own."""
+    kinds = list(types)
+    for kind in set(types):
+        members = [rank for rank, each in enumerate(types) if each == kind]
+        median = statistics.median(seconds[rank] for rank in members)
+        for rank in members:
+            if abs(seconds[rank] / median - 1) > SAME_CLASS if median else False:
+                kinds[rank] = f"{kind} (rank {rank})"
+    return kinds
+
+
+def _pooled(kinds: Sequence[str], everyones: Sequence[Mapping[str, UnitTiming]]) -> dict[str, dict[str, UnitTiming]]:
+    """Per kind and unit, the timing of the member whose total is the median."""
+    found = {}
+    for kind in dict.fromkeys(kinds):
+        members = sorted((r for r, each in enumerate(kinds) if each == kind), key=lambda r: _total_s(everyones[r]))
+        found[kind] = dict(everyones[members[len(members) // 2]])
+    return found
+
+
+def merge_units(costs: ModelCosts, placement: Placement, call: Any = None) -> ModelCosts:
+    """Costs of the chain's units, from those of the finer units that a profile has.
+
+    Raises:
+        HeteroError: if a unit of the costs is in none of the chain.
+    """
+    chain = placement.chain
+    parts: list[list[UnitCost]] = [[] for _ in chain.units]
+    for unit in costs.units:
+        index = 0 if unit.name == "(root)" else unit_with(unit.name.removeprefix("model."), placement)
+        index = unit_with(unit.name, placement) if index is None else index
+        if index is None:
+            raise HeteroError(
+                f"costs of model {costs.model!r} have the unit {unit.name!r}, which is in no unit of "
+                f"{type(placement.model).__name__}: profile this model"
+            )
+        parts[index].append(unit)
+    outputs = _output_bytes(placement, call) if call is not None else {}
+    kinds = costs.timed_types
+    merged = []
+    before = 0
+    for link, members in zip(chain.units, parts, strict=True):
+        own = members[-1].output_bytes if members else before
+        before = outputs.get(link.name, own)
+        merged.append(_merged(link.name, members, before, kinds))
+    return replace(costs, units=tuple(merged))
+
+
+def _merged(name: str, members: Sequence[UnitCost], output_bytes: int, kinds: Sequence[str]) -> UnitCost:
+    return UnitCost(
+        name=name,
+        parameters=sum(unit.parameters for unit in members),
+        forward_flops=sum(unit.forward_flops for unit in members),
+        backward_flops=sum(unit.backward_flops for unit in members),
+        kept_activation_bytes=sum(unit.kept_activation_bytes for unit in members),
+        output_bytes=output_bytes,
+        timings={kind: _sum_of([unit.timings[kind] for unit in members]) for kind in kinds},
+        is_block=any(unit.is_block for unit in members),
+        shared_parameters=sum(unit.shared_parameters for unit in members),
+        inner_gradient_bytes=max((unit.inner_gradient_bytes for unit in members), default=0),
+    )
+
+
+def _sum_of(timings: Sequence[UnitTiming]) -> UnitTiming:
+    return UnitTiming(
+        sum(each.forward_fixed_s for each in timings),
+        sum(each.forward_per_sample_s for each in timings),
+        sum(each.backward_fixed_s for each in timings),
+        sum(each.backward_per_sample_s for each in timings),
+    )
+
+
+def _output_bytes(placement: Placement, call: _Call) -> dict[str, int]:
+    """Bytes per sample that each unit of the chain writes, found on the meta device."""
+    chain = find_chain(meta_copy(placement.model))
+    args, kwargs = _filled(call.structure, [tensor.to("meta") for tensor in call.tensors()])
+    samples = batch_size_of([torch.empty(shape, device="meta") for shape, _ in call.shapes])
+    found = {}
+    with torch.no_grad():
+        values = chain.begin(*args, **kwargs)
+        for unit in chain.units:
+            written = unit.run({name: values[name] for name in unit.reads})
+            values |= written
+            total = sum(value.nbytes for value in written.values() if value is not None)
+            found[unit.name] = -(-total // samples)
+    return found
+
+
+def _optimizer_name(strategy: HeteroPipelineStrategy, trainer: pl.Trainer) -> str:
+    """What the user's optimizer keeps, by making it once on the whole model."""
+    module = strategy.lightning_module
+    if trainer.state.fn != TrainerFn.FITTING:
+        return "sgd"
+    assert module is not None
+    configured: Any = module.configure_optimizers()
+    found = [each for each in _flat(configured) if isinstance(each, Optimizer)]
+    if not found:
+        return "adamw"
+    optimizer = found[0]
+    if isinstance(optimizer, torch.optim.SGD):
+        return "sgd-momentum" if optimizer.defaults.get("momentum") else "sgd"
+    if isinstance(optimizer, torch.optim.RMSprop):
+        return "rmsprop"
+    return "adagrad" if isinstance(optimizer, torch.optim.Adagrad) else "adamw"
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [each for item in value.values() for each in _flat(item)]
+    if isinstance(value, list | tuple):
+        return [each for item in value for each in _flat(item)]
+    return [value]
+
+
+def _loss(output: Any) -> Tensor:
+    """A cross-entropy where the output looks like logits, for the bytes that a loss keeps; the user's is not known."""
+    if isinstance(output, Tensor) and output.ndim > 1 and output.is_floating_point():
+        return class_loss(output)
+    return torch.zeros((), requires_grad=True)

@@ -1,0 +1,431 @@
+"""The steps of hetero_pipe: what Lightning calls from the first batch to the table at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_hetero.collate import MicroBatches
+from lightning_hetero.data import batch_size_of, default_seed
+from lightning_hetero.errors import UnsupportedError, raise_all
+from lightning_hetero.plan import PipelinePlan, even_parts
+from lightning_hetero.strategies.base import HeteroStrategy
+from lightning_hetero.strategies.checkpoint_hooks import CheckpointHooks
+from lightning_hetero.strategies.instruments import Instruments
+from lightning_hetero.strategies.loss_weight import BatchWeights, LossWeight
+from lightning_hetero.strategies.pipe.assembly import Assembly
+from lightning_hetero.strategies.pipe.gradients import Release
+from lightning_hetero.strategies.pipe.loaders import PipeLoaders
+from lightning_hetero.strategies.pipe.loading import Hand, shapes_of
+from lightning_hetero.strategies.pipe.logs import StepLog, join_logs, values_are_everyones
+from lightning_hetero.strategies.pipe.placement import Placement
+from lightning_hetero.strategies.pipe.randomness import Draws
+from lightning_hetero.strategies.pipe.roles import Roles
+from lightning_hetero.strategies.pipe.steps import EvaluationWork, StepResult, TrainingWork, can_be_joined, join_outputs
+from lightning_hetero.strategies.pipe.summary import PipeSummary, print_pipe_summary
+from lightning_hetero.strategies.summary import StepRecorder
+from lightning_hetero.strategies.untouched import same_random_states, untouched
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+class PipeSteps(CheckpointHooks, HeteroStrategy):
+    """What runs; set-up and planning are the subclass's."""
+
+    plan: PipelinePlan | None
+    instruments: Instruments
+    loaders: PipeLoaders
+    loss_weight: LossWeight | None = None
+    global_batch_size: int | None
+    _recorder: StepRecorder
+    _summary: bool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._assembly: Assembly | None = None
+        self._roles: Roles
+        self._log: StepLog
+        self._batch: Any = None
+        self._eval_sizes: tuple[int, ...] | None = None
+        self._full_steps = (False, False)
+        self._accumulates = False
+        self._accumulated = False
+        self._evaluated = 0
+        self._whole_evaluation = False  # whether outputs of parts of a batch cannot be put together
+        self.summaries: list[PipeSummary] = []
+
+    # -- who is who ----------------------------------------------------------------------------------------------------
+
+    @property
+    def assembly(self) -> Assembly:
+        """The part of the plan that is this rank's; there from set-up on."""
+        assert self._assembly is not None
+        return self._assembly
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    def pipeline_index(self) -> int:
+        """Index of this rank's pipeline."""
+        return self.assembly.pipeline
+
+    def batch_hand(self) -> Hand:
+        """What hands this pipeline's batches around."""
+        return self.assembly.batch_hand
+
+    def sizes_of_pipelines(self, own: int) -> tuple[int, ...]:
+        """Every pipeline's number, of which each rank knows its own (a collective)."""
+        numbers = self.gather_numbers(own)
+        return tuple(numbers[pipeline.rank_of(0)] for pipeline in self.assembly.plan.pipelines)
+
+    def precision_name(self) -> str:
+        """The precision in its long form."""
+        return self._precision_name({})
+
+    def _roles_and_log(self, module: Any, placement: Placement) -> None:
+        self._roles = Roles(module, placement.model, placement.prefix)
+        self._log = StepLog(module)
+
+    def _join_metrics(self, module: nn.Module) -> None:
+        """Have torchmetrics objects come together over the pipelines' last stages: the other ranks see no sample."""
+        if self.world_size == 1:
+            return
+        last = self.assembly.last_ranks()
+
+        def gather(state: Tensor, group: Any = None) -> list[Tensor]:
+            everyones = self.gather_objects(state.cpu() if self.global_rank in last else None)
+            return [everyones[rank].to(state.device) for rank in last]
+
+        for child in module.modules():
+            if isinstance(child, Metric):
+                child.dist_sync_fn = gather
+
+    def _where(self) -> str:
+        where = super()._where()
+        runtime = self._assembly.runtime if self._assembly is not None else None
+        if runtime is None or runtime.at is None:
+            return where
+        at = runtime.at
+        kind = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}[at.kind]
+        return f"{where}, stage {at.stage}, {kind} of micro-batch {at.micro_batch} (action {at})"
+
+    # -- what weighed logging asks (evaluation) ------------------------------------------------------------------------
+
+    def step_samples(self) -> int:
+        """Samples that this rank answers for in the evaluation batch at hand: a pipeline's, on its last rank."""
+        if self._eval_sizes is None:
+            return 1
+        return self._eval_sizes[self.assembly.pipeline] if self.assembly.is_last else 0
+
+    def micro_batch(self) -> tuple[int, int]:
+        """Evaluation runs the user's step once a batch."""
+        return 0, 1
+
+    def batch_weights(self) -> BatchWeights | None:
+        """Evaluation weighs by samples."""
+        return None
+
+    def step_items(self) -> float:
+        """As :meth:`step_samples`."""
+        return float(self.step_samples())
+
+    def begin_batch(self, training: bool, batch: Any = None) -> None:
+        """Note how many samples the evaluation batch that starts now has in each pipeline."""
+        sizes = self.loaders.eval_sizes
+        self._eval_sizes = sizes.popleft() if sizes else None
+
+    def end_batch(self, training: bool) -> None:
+        """Nothing is kept of it."""
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Move a batch as the user's hooks say; in training only where inputs or targets are needed."""
+        if not isinstance(batch, MicroBatches):
+            return super().batch_to_device(batch, device, dataloader_idx)
+        if not (self.assembly.is_first or self.assembly.is_last):
+            return batch
+        draws = self._training_draws(len(batch), ahead=1)  # Lightning has not counted it yet
+        moved = MicroBatches()
+        with same_random_states():
+            for each, own in zip(batch, draws, strict=True):
+                own.begin_transfer()  # what augments there draws the same on both ends
+                moved.append(super().batch_to_device(each, device, dataloader_idx))
+        return moved
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Note what the step before took."""
+        busy_s = self.instruments.timer.take_s()
+        self._recorder.begin_step(busy_s, comparable=self._full_steps[0] and batch_idx > 0)
+        self.instruments.at_step(self._trainer.global_step)
+        self._batch = batch
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the pipeline's schedule; return the loss of the global batch, whose backward hands out the gradients."""
+        batches = self._batch if isinstance(self._batch, MicroBatches) else MicroBatches([self._batch])
+        sizes = self.loaders.train_sizes.popleft()
+        self._full_steps = (self._full_steps[1], sum(sizes) == self.global_batch_size)
+        with same_random_states():
+            result = self._run_training(batches, sizes, args[1:], kwargs)
+        results = self.gather_objects(result)
+        return self._conclude(results)
+
+    def _run_training(
+        self, batches: MicroBatches, sizes: tuple[int, ...], rest: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[StepResult | None, frozenset[str]]:
+        assembly = self.assembly
+        gradients = assembly.gradients
+        gradients.begin(keep=self._accumulated or self._keeps_gradients())
+        if assembly.runtime is None:
+            gradients.take(summed=not self._sums_late())
+            return None, frozenset()
+        module = self.lightning_module
+        assert module is not None
+        wanted = assembly.plan.runnable(assembly.pipeline, len(batches))
+        real = len(batches)
+        batches = MicroBatches([*batches, *([batches[0]] * (wanted - real))])
+        weights = self._weights(MicroBatches(batches[:real]), sizes) + [0.0] * (wanted - real)
+        self._log.begin_step()
+
+        def step(batch: Any) -> Any:
+            with self.precision_plugin.train_step_context():
+                return module.training_step(batch, *rest, **kwargs)
+
+        step.__name__ = "training_step"
+        work = TrainingWork(
+            step,
+            assembly.placement.chain,
+            self._roles,
+            self._log,
+            weights,
+            self._scaled,
+            self._stage_is_done,
+            self._training_draws(wanted),
+            batches,
+            self.instruments.step,
+            self.precision_plugin.forward_context,
+        )
+        shapes = [("training", shapes_of(batch)) for batch in batches]
+        schedule = assembly.plan.schedule_of(assembly.pipeline, wanted)
+        try:
+            assembly.runtime.run(schedule, work, shapes)
+        except BaseException:
+            gradients.drop()
+            raise
+        outside = gradients.present(assembly.placement.outside)
+        gradients.take(summed=not self._sums_late())
+        return (work.result() if assembly.is_last else None), outside
+
+    def _weights(self, batches: MicroBatches, sizes: tuple[int, ...]) -> list[float]:
+        """What each micro-batch of this pipeline counts for in the global batch."""
+        own = sizes[self.assembly.pipeline]
+        samples = even_parts(own, len(batches)) if own else (0,) * len(batches)
+        if self.loss_weight is None:
+            return [size / sum(sizes) for size in samples]
+        parts = [(batch, size > 0) for batch, size in zip(batches, samples, strict=True)]
+        items = [self.loss_weight.of(batch, self._trainer.global_step) if real else 0.0 for batch, real in parts]
+        totals = self.gather_vector([sum(items)])
+        total = sum(totals[pipeline.rank_of(0)][0] for pipeline in self.assembly.plan.pipelines)
+        return [item / total if total else 0.0 for item in items]
+
+    def _training_draws(self, micro_batches: int, ahead: int = 0) -> list[Draws]:
+        before = self.assembly.plan.micro_batches_before(self.assembly.pipeline)
+        step = self._trainer.fit_loop.total_batch_idx + ahead
+        return [Draws(default_seed(), step, before + k) for k in range(micro_batches)]
+
+    def _stage_is_done(self, stage: int) -> None:
+        if not self._sums_late():
+            self.assembly.gradients.stage_is_done(stage)
+
+    def _sums_late(self) -> bool:
+        """Whether gradients stay this rank's own for now, since more batches accumulate."""
+        return self._trainer.accumulate_grad_batches > 1 and not self._keeps_gradients()
+
+    def _keeps_gradients(self) -> bool:
+        """Whether gradients that are there when a step begins may still be wanted, since a hook zeroes them."""
+        module = self.lightning_module
+        return any(is_overridden(hook, module) for hook in ("optimizer_zero_grad", "on_before_zero_grad"))
+
+    def _scaler(self) -> Any:
+        return getattr(self.precision_plugin, "scaler", None)
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        """Scale a loss for fp16, inside the schedule."""
+        scaler = self._scaler()
+        return loss if scaler is None else scaler.scale(loss)
+
+    def _conclude(self, results: list[tuple[StepResult | None, frozenset[str]]]) -> Any:
+        """Log for this rank what all pipelines logged; return the step's output."""
+        assembly = self.assembly
+        self._refuse_both_sides(results)
+        told = [results[rank][0] for rank in assembly.last_ranks()]
+        parts = [each for each in told if each is not None]
+        own = parts[assembly.pipeline]
+        if not assembly.is_last:
+            self._log.take_metric_states(own.metrics)
+        with values_are_everyones(self):
+            self._log.log_all(join_logs([part.logged for part in parts]), self.root_device)
+        value = torch.tensor(sum(part.loss for part in parts), device=self.root_device, dtype=own.dtype)
+        handle = torch.zeros((), device=self.root_device, requires_grad=True)
+        loss = Release.apply(handle, value, self._release)
+        return loss if own.extras is None else {**own.extras, "loss": loss}
+
+    def _refuse_both_sides(self, results: list[tuple[StepResult | None, frozenset[str]]]) -> None:
+        problems = []
+        for index, pipeline in enumerate(self.assembly.plan.pipelines):
+            first, last = pipeline.rank_of(0), pipeline.rank_of(len(pipeline.stages) - 1)
+            if first != last:
+                problems += [
+                    f"{name} (pipeline {index}: ranks {first} and {last})"
+                    for name in sorted(results[first][1] & results[last][1])
+                ]
+        raise_all(
+            UnsupportedError,
+            "parameters outside the split model are used both before and after it, which a pipeline cannot run: use "
+            "two parameters, or move what uses them into the model",
+            problems,
+        )
+
+    def _release(self, incoming: Tensor) -> None:
+        scaler = self._scaler()
+        factor = float(incoming) / (1.0 if scaler is None else scaler.get_scale())
+        self.assembly.gradients.release(factor, sum_now=self._sums_late() and not self._accumulates)
+        self._accumulated = self._accumulates
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning enters it where gradients accumulate."""
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
+
+    # -- evaluation ----------------------------------------------------------------------------------------------------
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step on every rank, with the output that the pipeline made."""
+        return self._evaluate("validation_step", args, kwargs, self.precision_plugin.val_step_context)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`validation_step`."""
+        return self._evaluate("test_step", args, kwargs, self.precision_plugin.test_step_context)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`validation_step`: every rank of a pipeline has the predictions."""
+        self.begin_batch(training=False)
+        return self._evaluate("predict_step", args, kwargs, self.precision_plugin.predict_step_context)
+
+    def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], context: Callable[[], Any]) -> Any:
+        module: Any = self.lightning_module
+        batch, rest = args[0], args[1:]
+        samples = batch_size_of(batch)
+
+        def step() -> Any:
+            with context():
+                return getattr(module, name)(batch, *rest, **kwargs)
+
+        step.__name__ = name
+        self._evaluated += 1
+        draws = Draws(default_seed(), self._evaluated, 0, name)
+        output = self._forwards(step, batch, samples, draws)
+
+        def give() -> Any:
+            draws.end_model()
+            return output
+
+        with same_random_states():
+            draws.begin_step()
+            return self._roles.answer(give, step)
+
+    def _forwards(self, step: Callable[[], Any], batch: Any, samples: int, draws: Draws) -> Any:
+        """The model's output for a batch, on every rank of the pipeline."""
+        output, joined = self._forwards_in(self._chunks(samples), step, batch, samples, draws)
+        if not joined:
+            self._whole_evaluation = True
+            output, _ = self._forwards_in((samples,), step, batch, samples, draws)
+        return output
+
+    def _chunks(self, samples: int) -> tuple[int, ...]:
+        plan = self.assembly.plan
+        if self._whole_evaluation or plan.schedule == "interleaved_1f1b":
+            return (samples,)
+        return even_parts(samples, max(1, -(-samples // plan.micro_batch_size)))
+
+    def _forwards_in(
+        self, sizes: tuple[int, ...], step: Callable[[], Any], batch: Any, samples: int, draws: Draws
+    ) -> tuple[Any, bool]:
+        assembly, module = self.assembly, self.lightning_module
+        found: Any = None
+        if assembly.runtime is not None:
+            arguments = None
+            if assembly.is_first:
+                assert module is not None
+                with untouched(module):
+                    draws.begin_step()
+                    arguments = self._roles.catch(step)
+            each = [Draws(draws.seed, draws.step, k, draws.kind) for k in range(len(sizes))]
+            work = EvaluationWork(
+                assembly.placement.chain,
+                arguments,
+                samples,
+                sizes,
+                each,
+                self.instruments.step,
+                self.precision_plugin.forward_context,
+            )
+            shapes = [(draws.kind, size, shapes_of(batch)) for size in sizes]
+            schedule = assembly.plan.forward_schedule(assembly.pipeline, len(sizes))
+            with same_random_states(), torch.no_grad():
+                assembly.runtime.run(schedule, work, shapes)
+            if assembly.is_last:
+                joined = len(sizes) == 1 or can_be_joined(work.outputs, sizes)
+                found = (join_outputs(list(zip(work.outputs, sizes, strict=True))) if joined else None, joined)
+        output, joined = assembly.output_hand.give(found)
+        if not assembly.is_last:
+            output = super().batch_to_device(output, self.root_device)
+        return output, joined
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def on_validation_start(self) -> None:
+        """The time until the next training step is not a step's."""
+        if self._trainer.state.fn == TrainerFn.FITTING and not self._trainer.sanity_checking:
+            self._recorder.pause()
+
+    def on_validation_end(self) -> None:
+        """Forget the sizes of batches that were read ahead and not used."""
+        self.loaders.eval_sizes.clear()
+
+    on_test_end = on_predict_end = on_validation_end
+
+    def on_train_end(self) -> None:
+        """Say what each rank did."""
+        assembly = self.assembly
+        step_s, busy_s = self._recorder.medians()
+        stages = assembly.own.stages_of(self.global_rank) if assembly.takes_part else ()
+        own = PipeSummary(
+            rank=self.global_rank,
+            device=assembly.plan.device_types[self.global_rank],
+            pipeline=assembly.pipeline if assembly.takes_part else None,
+            units=tuple(assembly.own.stages[stage].units for stage in stages),
+            steps=max(0, len(self._recorder.step_s) - 1),
+            step_s=step_s,
+            busy_s=busy_s,
+            peak_bytes=self.instruments.take_peak_bytes(),
+            emulation=self.instruments.report(),
+        )
+        self._batch = None
+        self.summaries = self.gather_objects(own)
+        if self._summary and self.is_global_zero:
+            print_pipe_summary(self.summaries, assembly.plan)

@@ -1,0 +1,276 @@
+"""hetero_pipe: a model cut into stages by what each device can, and the numbers of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from torch.optim import Optimizer
+
+from lightning_hetero.callbacks import EmulatedDevices
+from lightning_hetero.cluster import Cluster
+from lightning_hetero.costs import ModelCosts
+from lightning_hetero.errors import HeteroError, UnsupportedError, raise_all
+from lightning_hetero.models.units import Unit, find_units
+from lightning_hetero.plan import ModelKey, PipelinePlan
+from lightning_hetero.strategies import lightning_adapter
+from lightning_hetero.strategies.arguments import read_costs
+from lightning_hetero.strategies.instruments import Instruments
+from lightning_hetero.strategies.loss_weight import LossWeight, loss_weight_problems
+from lightning_hetero.strategies.pipe import planning
+from lightning_hetero.strategies.pipe.arguments import pipeline_problems, read_plan
+from lightning_hetero.strategies.pipe.assembly import Assembly
+from lightning_hetero.strategies.pipe.checkpoints import PipeCheckpoints
+from lightning_hetero.strategies.pipe.loaders import PipeLoaders
+from lightning_hetero.strategies.pipe.placement import Placement, find_model, move
+from lightning_hetero.strategies.pipe.strategy_steps import PipeSteps
+from lightning_hetero.strategies.scaler import share_scaler
+from lightning_hetero.strategies.summary import StepRecorder
+
+_PLACED = "_hetero_pipe_placed_by"
+
+
+class HeteroPipelineStrategy(PipeSteps):
+    """Runs a LightningModule as a pipeline, with the numbers of one device.
+
+    The module stays as it is: its step calls its model once; that model is cut into stages of whole units, each rank
+    keeps the units of its stages, and micro-batches run through them by a schedule (docs/architecture.md).
+
+    Args:
+        cluster: the devices, one per rank; a path is read as YAML, None takes the file that the environment variable
+            ``LIGHTNING_HETERO_CLUSTER`` names, else what the ranks discover.
+        plan: "auto" measures the units on every kind of device and plans; else a :class:`~lightning_hetero.plan.
+            PipelinePlan` or the path of one.
+        module: dotted name of the submodule to split; by default the largest child that has a unit chain.
+        micro_batch_size: samples of a micro-batch; "auto" takes the best one.
+        schedule: "gpipe", "1f1b", "interleaved_1f1b" or "zero_bubble"; "auto" takes the better of the first two.
+        pipelines: number of pipelines; "auto" takes the best one.
+        activation_checkpointing: True lets stages that do not fit otherwise run their forward again in backward,
+            False forbids it; "auto" is True.
+        costs: seconds of the model's units per type of device, or the path of such a file: planned by in place of
+            measuring, and what emulated devices take.
+        global_batch_size: samples per step over all ranks; default: the loader's batch size times the ranks, as with
+            any other strategy on so many devices.
+        loss_weight: what a batch's loss counts for where it is a mean over other items than samples.
+        weights_only: of checkpoints that are loaded, as for ``torch.load``.
+        summary: print at the end of a fit what each rank did.
+        timeout: for collectives, and so for a rank that never comes.
+        **kwargs: as every Lightning strategy takes them.
+
+    Raises:
+        HeteroError: listing every argument that is no valid one.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster | str | Path | None = None,
+        *,
+        plan: PipelinePlan | str | Path = "auto",
+        module: str | None = None,
+        micro_batch_size: int | str = "auto",
+        schedule: str = "auto",
+        pipelines: int | str = "auto",
+        activation_checkpointing: bool | str = "auto",
+        costs: ModelCosts | str | Path | None = None,
+        global_batch_size: int | None = None,
+        loss_weight: Callable[[Any], Any] | None = None,
+        weights_only: bool | None = None,
+        summary: bool = True,
+        timeout: timedelta = timedelta(minutes=30),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(cluster, timeout=timeout, **kwargs)
+        self.options = planning.PipelineOptions(
+            micro_batch_size, schedule, pipelines, activation_checkpointing, given=plan != "auto"
+        )
+        raise_all(
+            HeteroError,
+            "hetero_pipe cannot take these arguments",
+            [*pipeline_problems(self.options, module, global_batch_size), *loss_weight_problems(loss_weight)],
+        )
+        self._given_plan = None if plan == "auto" else read_plan(plan)
+        self.plan: PipelinePlan | None = self._given_plan
+        self._module_name = module
+        self.costs = read_costs(costs)
+        self.unit_costs: ModelCosts | None = None
+        """what the plan was made from, unit by unit of the chain"""
+        self._users_loss_weight = loss_weight
+        self._summary = summary
+        self.loaders = PipeLoaders(self, global_batch_size)
+        self._checkpoints: PipeCheckpoints = PipeCheckpoints(self, weights_only)  # type: ignore[assignment]
+
+    # -- set-up --------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Discover what was not given, plan, keep this rank's units, make the optimizers."""
+        assert self.accelerator is not None
+        module = self.lightning_module
+        assert module is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and not module.automatic_optimization:
+            raise UnsupportedError(
+                "hetero_pipe cannot run manual optimization: its backward and optimizer steps sit inside a "
+                "training_step that stages in the middle never run. Set automatic_optimization = True, or use "
+                "hetero_fsdp"
+            )
+        if self.cluster is None:
+            self.cluster = self.broadcast(Cluster.discover())
+        self._refuse_double_emulation(trainer)
+        self.loss_weight = LossWeight.of_user(self._users_loss_weight, module, self.global_rank)
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False  # what it makes cannot take part in a later training step
+        if self._assembly is None or self._assembly.placement.root is not module:
+            self._assemble(trainer, module)
+        else:
+            self.model = module
+        lightning_adapter.weigh_logged_values(trainer, self, training=False)
+        if fitting:
+            self.setup_optimizers(trainer)
+            self._check_optimizers(self.optimizers)
+            lightning_adapter.clip_norms_by(self.precision_plugin, self._clip)
+        share_scaler(self.precision_plugin, self.root_device)
+        self.setup_precision_plugin()
+
+    def _refuse_double_emulation(self, trainer: Any) -> None:
+        assert self.cluster is not None
+        if self.cluster.emulate and any(isinstance(c, EmulatedDevices) for c in trainer.callbacks):
+            raise UnsupportedError(
+                f"cluster {self.cluster.name!r} is emulated by the strategy already: leave the EmulatedDevices "
+                "callback out, or the devices would be slowed twice"
+            )
+
+    def _assemble(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Plan, and keep what the plan gives this rank."""
+        assert self.cluster is not None
+        if _PLACED in module.__dict__:
+            raise UnsupportedError(
+                f"this {type(module).__name__} was cut by another hetero_pipe strategy: each rank has a part. "
+                "Build it anew and load a checkpoint, or go on with the same Trainer"
+            )
+        name, model, chain = find_model(module, self._module_name)
+        self.model = self.precision_plugin.convert_module(module)
+        placement = Placement(module, name, model, chain)
+        parameters = sum(p.numel() for p in model.parameters())
+        self._model_key = ModelKey(type(module).__name__, parameters)
+        if self._given_plan is None:
+            self.plan, self.unit_costs = planning.make_plan(self, trainer, placement)
+            said = f"hetero_pipe: {self.cluster.describe()}; {planning.describe(self.plan)}"
+            rank_zero_info(said)
+        assert self.plan is not None
+        self.plan.validate(cluster=self.cluster)
+        self.loaders.use_plan(self.plan)
+        module.__dict__[_PLACED] = id(self)
+        self._assembly = Assembly(
+            self.plan, placement, self.global_rank, self.root_device, self._make_group, self.gather_objects
+        )
+        move(module, self.root_device)
+        self._roles_and_log(module, placement)
+        self._attach_instruments(module, placement)
+        self._join_metrics(module)
+
+    def model_to_device(self) -> None:
+        """Move what has values here to this rank's device."""
+        assert self.model is not None
+        move(self.model, self.root_device)
+
+    def _make_group(self, ranks: Any, backend: str | None = None) -> Any:
+        """Make a process group of some ranks (called on all ranks in the same order)."""
+        if self.world_size == 1:
+            return None
+        return dist.new_group(sorted(ranks), timeout=self._timeout, backend=backend)
+
+    def _attach_instruments(self, module: pl.LightningModule, placement: Placement) -> None:
+        assert self.cluster is not None
+        assert self._assembly is not None
+        prefix = f"{placement.prefix}."
+        known = {cost.name for cost in self.costs.units} if self.costs is not None else set()
+        units = []
+        for unit in find_units(module):
+            if any(tensor.is_meta for tensor in (*unit.module.parameters(), *unit.module.buffers())):
+                continue
+            short = unit.name.removeprefix(prefix)
+            if known and unit.name not in known and short in known:
+                unit = Unit(short, unit.module, unit.is_block)
+            if known and unit.name not in known and not unit.name.startswith(prefix):
+                continue  # outside the split model: no costs
+            units.append(unit)
+        recomputed = {unit.name for unit in units} if self._assembly.recomputes else set()
+        emulated = self.cluster.devices[self.global_rank] if self.cluster.emulate else None
+        self.instruments = Instruments(
+            module,
+            units,
+            self.root_device,
+            self.global_rank,
+            emulated=emulated,
+            costs=self.costs,
+            recomputed=recomputed,
+        )
+
+    @property
+    def plan_is_given(self) -> bool:
+        """Whether the user gave the plan."""
+        return self._given_plan is not None
+
+    @property
+    def global_batch_size(self) -> int | None:  # type: ignore[override]
+        """Samples per training step over all ranks; None before the training loader is known."""
+        return self.loaders.global_batch_size
+
+    def restore_global_batch(self, saved: int) -> None:
+        """Tell of a checkpoint with another global batch; the plan was made for this run's."""
+        if self.global_batch_size not in (None, saved):
+            rank_zero_info(
+                f"hetero_pipe: the checkpoint was trained with a global batch of {saved}, this run's is "
+                f"{self.global_batch_size}"
+            )
+
+    @staticmethod
+    def _check_optimizers(optimizers: list[Optimizer]) -> None:
+        if len(optimizers) > 1:
+            raise UnsupportedError(
+                f"configure_optimizers returned {len(optimizers)} optimizers, which needs manual optimization, and "
+                "hetero_pipe cannot run that: use one optimizer with parameter groups, or hetero_fsdp"
+            )
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Replace the user's loader by one that reads each pipeline's share once."""
+        return self.loaders.process(dataloader)
+
+    # -- a fit ---------------------------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Begin to count."""
+        self.loaders.check_single(lightning_adapter.train_loaders(self._trainer))
+        self.loaders.skip(lightning_adapter.batches_to_skip(self._trainer), self._trainer.current_epoch)
+        self.instruments.count(self.optimizers)
+        self.instruments.at_step(self._trainer.global_step)
+        self._recorder = StepRecorder()
+        self.instruments.timer.take_s()
+        self.instruments.take_peak_bytes()
+
+    def teardown(self) -> None:
+        """Take our hooks off the module."""
+        if hasattr(self, "instruments"):
+            self.instruments.close()
+        super().teardown()
+
+    def _clip(self, parameters: list[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
+        """Clip by the norm over all stages, which every rank finds alike."""
+        assert self._assembly is not None
+        gradients = {p: p.grad for p in parameters if p.grad is not None}
+        total = self._assembly.gradients.squared_norm(gradients, self.root_device)
+        if dist.is_initialized() and self.world_size > 1:
+            dist.all_reduce(total)
+        norm = total.sqrt()
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in gradients.values():
+            gradient.mul_(factor.to(gradient))
+        return norm
