@@ -73,6 +73,7 @@ class Emulation:
             sleep.
         recomputed: names of the units whose forward runs again in their backward. FLOPs of it are seen as they run;
             by costs, such a backward takes its own seconds and those of the forward.
+        halves: whether backwards run in two halves, as with zero-bubble schedules.
 
     Raises:
         ClusterError: the device has no speed and there are no costs.
@@ -88,6 +89,7 @@ class Emulation:
         account_memory: bool = True,
         listeners: Sequence[UnitListener] = (),
         recomputed: Collection[str] = (),
+        halves: bool = False,
     ) -> None:
         self.device = device
         self.rank = rank
@@ -99,7 +101,8 @@ class Emulation:
             raise ClusterError(
                 f"rank {rank} ({device.type}) has no speed to emulate: give one, such as 6 GFLOP/s, or a costs file"
             )
-        self._marks = UnitMarks(self.units, [*listeners, self])
+        self._marks = UnitMarks(self.units, [*listeners, self], halves)
+        self._backward_share = 1.0
         self._tallies: dict[tuple[str, Phase], PhaseTally] = {}
         self._open: tuple[int, Phase] | None = None
         self._began_s = 0.0
@@ -218,7 +221,28 @@ class Emulation:
         if phase == "forward":
             return timing.forward_s(self._samples)
         again_s = timing.forward_s(self._samples) if self.units[unit_index].name in self._recomputed else 0.0
-        return timing.backward_s(self._samples) + again_s
+        return (timing.backward_s(self._samples) + again_s) * self._backward_share
+
+    @contextmanager
+    def half(self, which: str) -> Iterator[None]:
+        """Within a step: what runs inside is one half of a backward.
+
+        By costs each half takes half of the backward's seconds, which is what planning takes them for; by FLOPs it
+        takes its own.
+
+        Args:
+            which: "I", in which units are marked as ever, or "W", which is paced as a whole.
+        """
+        began_s = time.perf_counter()
+        self._backward_share = 0.5
+        try:
+            yield
+            if which == "W" and self._timings is not None:
+                target_s = sum(self._target_from_costs(index, "backward") for index in range(len(self.units)))
+                factor = self.device.speed_factor(self.steps_done)
+                self._pace("gradients of parameters", "backward", began_s, target_s / factor)
+        finally:
+            self._backward_share = 1.0
 
     def _observe(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, began_s: float) -> None:
         flops = op_flops(op, args, kwargs, out)

@@ -190,7 +190,7 @@ class Recorder(pl.Callback):
             self.gradients = {n: p.grad.clone() for n, p in named if p.grad is not None}
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
+        self.losses.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)  # Lightning divides it
 
 
 def run_pipeline(fit: PipeFit, plan: PipelinePlan | None = None) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def owned_tensors(model: nn.Module, unit: ChainUnit) -> dict[str, Tensor]:
 
 
 def _unknown_names(model: nn.Module, unit: ChainUnit) -> list[str]:
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     unknown = [name for name in unit.modules if name not in modules]
     unknown += [name for name in unit.tensors if _tensor(model, name) is None]
     return [f"unit {unit.name!r} owns {name!r}, which is not in the model" for name in unknown]

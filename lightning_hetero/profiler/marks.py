@@ -62,10 +62,13 @@ class UnitMarks:
     Args:
         units: what to mark; ``unit_index`` is the index in this sequence.
         listeners: called in this order at a begin, in reverse at an end.
+        halves: whether backwards run in two halves, by ``autograd.grad``, which torch's hooks on several gradients do
+            not bear: then no backward ends with its last gradient.
     """
 
-    def __init__(self, units: Sequence[Unit], listeners: Sequence[UnitListener]) -> None:
+    def __init__(self, units: Sequence[Unit], listeners: Sequence[UnitListener], halves: bool = False) -> None:
         self.units = tuple(units)
+        self._halves = halves
         self.listeners = tuple(listeners)
         self._handles: list[RemovableHandle] = []
         self._forward: _Call | None = None
@@ -171,7 +174,7 @@ class UnitMarks:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(begin)
         has_children = any(True for _ in module.children())
-        if made and not (call.input_nodes and has_children):
+        if made and not self._halves and not (call.input_nodes and has_children):
             self._mark_leaves(call, [*call.leaf_inputs, *(p for p in module.parameters() if p.requires_grad)])
         # The graph keeps the call: the call must not keep the graph.
         call.input_nodes, call.leaf_inputs = [], []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class Instruments:
         emulated: the device to behave like; None runs as fast as the real one does.
         costs: seconds of an emulated device's units, in place of FLOPs / speed.
         recomputed: names of the units whose forward runs again in their backward.
+        halves: whether backwards run in two halves.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Instruments:
         emulated: Device | None = None,
         costs: ModelCosts | None = None,
         recomputed: Collection[str] = (),
+        halves: bool = False,
     ) -> None:
         self.module = module
         self.timer = UnitTimer(root_device)
@@ -51,10 +53,12 @@ class Instruments:
         self._inside = False
         if emulated is not None:
             # the timer stands around the emulation, so that what it reads includes the sleep
-            self._emulation = Emulation(emulated, rank, units, costs, listeners=[self.timer], recomputed=recomputed)
+            self._emulation = Emulation(
+                emulated, rank, units, costs, listeners=[self.timer], recomputed=recomputed, halves=halves
+            )
             self._emulation.start(module)
         else:
-            self._marks = UnitMarks(units, [self.timer])
+            self._marks = UnitMarks(units, [self.timer], halves)
             self._marks.attach()
 
     def count(self, optimizers: Sequence[Optimizer]) -> None:
@@ -77,6 +81,8 @@ class Instruments:
         """
         if self._emulation is None or self._inside:
             yield
+            if self._marks is not None:
+                self._marks.close()
             return
         self._inside = True
         try:
@@ -84,6 +90,19 @@ class Instruments:
                 yield
         finally:
             self._inside = False
+
+    @contextmanager
+    def half(self, which: str | None) -> Iterator[None]:
+        """Within a step: what runs inside is a half of a backward, "I" or "W"; None for anything else."""
+        if which is None:
+            yield
+            return
+        self.timer.begin(-1, "backward")
+        try:
+            with nullcontext() if self._emulation is None else self._emulation.half(which):
+                yield
+        finally:
+            self.timer.end(-1, "backward")
 
     def take_peak_bytes(self) -> int | None:
         """Return the peak memory since the last call; None where nothing counts it."""

@@ -212,6 +212,7 @@ class HeteroPipelineStrategy(PipeSteps):
             emulated=emulated,
             costs=self.costs,
             recomputed=recomputed,
+            halves=self._assembly.plan.schedule == "zero_bubble",
         )
 
     @property

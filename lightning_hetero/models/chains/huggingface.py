@@ -27,6 +27,8 @@ _MASK_FUNCTIONS = {
     "full_attention": "create_causal_mask",
     "sliding_attention": "create_sliding_window_causal_mask",
 }
+# What False asks for is what a chain does.
+_OFF_BY_DEFAULT = {"use_cache", "output_attentions", "output_hidden_states"}
 _ADVICE = {
     "inputs_embeds": "give input_ids",
     "use_cache": "leave it out, or give use_cache=False",
@@ -206,7 +208,11 @@ class _Decoder:
             given[f"config.{name}"] = getattr(self.bare.config, name, None)
         if isinstance(given.get("logits_to_keep"), int) and given["logits_to_keep"] == 0:
             del given["logits_to_keep"]
-        refused = {name: value for name, value in given.items() if value is not None and value is not False}
+        refused = {
+            name: value
+            for name, value in given.items()
+            if value is not None and not (value is False and name.removeprefix("config.") in _OFF_BY_DEFAULT)
+        }
         if return_dict not in (None, self.model.config.return_dict):
             refused["return_dict"] = return_dict
         refuse_arguments(

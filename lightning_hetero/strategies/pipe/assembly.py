@@ -146,6 +146,8 @@ class Assembly:
         own: dict[int, nn.Parameter] = {}
         for unit, _ in units:
             own |= {id(parameters[n]): parameters[n] for n in self.placement.names_of_unit[unit] if n in parameters}
+        if stage == len(self.own.stages) - 1:
+            own |= {id(p): p for p in self.placement.outside.values()}  # what the loss uses
         wanted = [parameter for parameter in own.values() if parameter.requires_grad]
         return Stage(stage, units, names, wanted, self.own.stages[stage].activation_checkpointing)
 

@@ -141,8 +141,7 @@ def _as_it_is(value: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def values_are_everyones(strategy: Any) -> Iterator[None]:
-    """What is logged meanwhile is the same on all ranks: Lightning takes the reduction from the strategy, and keeps it
-    for the name."""
+    """Values logged meanwhile are the same on all ranks: Lightning takes and keeps the strategy's reduction, none."""
     strategy.__dict__["reduce"] = _as_it_is
     try:
         yield

@@ -33,8 +33,10 @@ class StepWork(Protocol):
     def draws(self, micro_batch: int) -> Draws:
         """Return the random states of a micro-batch."""
 
-    def computing(self, micro_batch: int, received: Sequence[Tensor | None]) -> AbstractContextManager[Any]:
-        """Return a context around what is computed of a micro-batch; ``received`` came from elsewhere."""
+    def computing(
+        self, micro_batch: int, received: Sequence[Tensor | None], kind: str = FORWARD
+    ) -> AbstractContextManager[Any]:
+        """Return a context around what an action of ``kind`` computes; ``received`` came from elsewhere."""
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return a context around forwards (autocast)."""
@@ -118,7 +120,7 @@ class PipelineRuntime:
         if action.kind == FORWARD:
             self._forward(action.stage, action.micro_batch, work)
         elif action.kind == BACKWARD_WEIGHT:
-            with work.computing(action.micro_batch, ()):
+            with work.computing(action.micro_batch, (), action.kind):
                 self.stages[action.stage].backward_weights(action.micro_batch)
         else:
             self._backward(action, work)
@@ -153,7 +155,7 @@ class PipelineRuntime:
             for name, gradient in self.mail.take(Letter(target, stage, k, forward=False)).items():
                 if gradient is not None:
                     gradients.setdefault(name, []).append(gradient)
-        with work.computing(k, [part for parts in gradients.values() for part in parts]):
+        with work.computing(k, [part for parts in gradients.values() for part in parts], action.kind):
             own = self.stages[stage]
             found = (own.backward if action.kind == BACKWARD else own.backward_inputs)(k, gradients)
         for source in self._routes.sources(stage):

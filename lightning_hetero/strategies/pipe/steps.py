@@ -14,6 +14,8 @@ from torch import Tensor
 from lightning_hetero.data import batch_size_of
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.models.chain import UnitChain, Values
+from lightning_hetero.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from lightning_hetero.strategies.instruments import Instruments
 from lightning_hetero.strategies.loss_check import cut
 from lightning_hetero.strategies.loss_weight import scaled
 from lightning_hetero.strategies.micro_batches import loss_in
@@ -51,11 +53,11 @@ class Instrumented:
         self,
         draws: Sequence[Draws],
         batches: Sequence[Any],
-        measured: Callable[..., AbstractContextManager[Any]],
+        instruments: Instruments,
         forward_context: Context,
     ) -> None:
         self._draws, self._batches = draws, batches
-        self._measured, self.forward_context = measured, forward_context
+        self._instruments, self.forward_context = instruments, forward_context
         self._samples = [batch_size_of(batch) for batch in batches]
 
     def draws(self, micro_batch: int) -> Draws:
@@ -63,10 +65,11 @@ class Instrumented:
         return self._draws[micro_batch]
 
     @contextmanager
-    def computing(self, micro_batch: int, received: Sequence[Tensor | None]) -> Iterator[None]:
+    def computing(self, micro_batch: int, received: Sequence[Tensor | None], kind: str = FORWARD) -> Iterator[None]:
         """Measure, and emulate where the cluster says so."""
         held = [tensor for tensor in received if tensor is not None]
-        with self._measured(held, samples=self._samples[micro_batch]):
+        half = kind if kind in (BACKWARD_INPUT, BACKWARD_WEIGHT) else None
+        with self._instruments.step(held, samples=self._samples[micro_batch]), self._instruments.half(half):
             yield
 
 
@@ -92,10 +95,10 @@ class TrainingWork(Instrumented):
         done: Callable[[int], None],
         draws: Sequence[Draws],
         batches: Sequence[Any],
-        measured: Callable[..., AbstractContextManager[Any]],
+        instruments: Instruments,
         forward_context: Context,
     ) -> None:
-        super().__init__(draws, batches, measured, forward_context)
+        super().__init__(draws, batches, instruments, forward_context)
         self._step, self._chain, self._roles, self._log = step, chain, roles, log
         self._weights, self._scale, self.stage_is_done = weights, scale, done
         self._losses: list[Tensor] = []
@@ -159,10 +162,10 @@ class EvaluationWork(Instrumented):
         samples: int,
         sizes: Sequence[int],
         draws: Sequence[Draws],
-        measured: Callable[..., AbstractContextManager[Any]],
+        instruments: Instruments,
         forward_context: Context,
     ) -> None:
-        super().__init__(draws, [None] * len(sizes), measured, forward_context)
+        super().__init__(draws, [None] * len(sizes), instruments, forward_context)
         self._samples = list(sizes)
         self._chain, self._arguments, self._all = chain, arguments, samples
         self.outputs: list[Any] = []

@@ -212,7 +212,7 @@ class PipeSteps(CheckpointHooks, HeteroStrategy):
             self._stage_is_done,
             self._training_draws(wanted),
             batches,
-            self.instruments.step,
+            self.instruments,
             self.precision_plugin.forward_context,
         )
         shapes = [("training", shapes_of(batch)) for batch in batches]
@@ -381,7 +381,7 @@ class PipeSteps(CheckpointHooks, HeteroStrategy):
                 samples,
                 sizes,
                 each,
-                self.instruments.step,
+                self.instruments,
                 self.precision_plugin.forward_context,
             )
             shapes = [(draws.kind, size, shapes_of(batch)) for size in sizes]
