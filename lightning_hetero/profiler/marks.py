@@ -63,7 +63,7 @@ class UnitMarks:
         units: what to mark; ``unit_index`` is the index in this sequence.
         listeners: called in this order at a begin, in reverse at an end.
         halves: whether backwards run in two halves, by ``autograd.grad``, which torch's hooks on several gradients do
-            not bear: then no backward ends with its last gradient.
+            not bear: the gradients are counted then, and one that never comes is waited for in vain.
     """
 
     def __init__(self, units: Sequence[Unit], listeners: Sequence[UnitListener], halves: bool = False) -> None:
@@ -174,7 +174,7 @@ class UnitMarks:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(begin)
         has_children = any(True for _ in module.children())
-        if made and not self._halves and not (call.input_nodes and has_children):
+        if made and not (call.input_nodes and has_children):
             self._mark_leaves(call, [*call.leaf_inputs, *(p for p in module.parameters() if p.requires_grad)])
         # The graph keeps the call: the call must not keep the graph.
         call.input_nodes, call.leaf_inputs = [], []
@@ -190,8 +190,27 @@ class UnitMarks:
             if call is not None:
                 self._end_backward(call)
 
+        if self._halves:
+            self._count_leaves(call, leaves)
+            return
         # Leaves outlive the graph. Their hooks go with the call, which only the graph's hooks keep.
         weakref.finalize(call, register_multi_grad_hook(leaves, end).remove).atexit = False
+
+    def _count_leaves(self, call: _Call, leaves: Sequence[Tensor]) -> None:
+        """The same by counting, of the gradients that come while the call's backward is open."""
+        reference = weakref.ref(call)
+
+        def count(grad: Tensor) -> None:
+            call = reference()
+            if call is None or call is not self._backward:
+                return  # of another call, whose graph has the same leaf
+            call.gradients += 1
+            if call.gradients == len(leaves):
+                self._end_backward(call)
+
+        for leaf in leaves:
+            handle = leaf.register_hook(count)  # type: ignore[no-untyped-call]
+            weakref.finalize(call, handle.remove).atexit = False
 
     def _begin_backward(self, call: _Call) -> None:
         if not self._handles or self._forward is not None or call is self._backward:
@@ -199,6 +218,7 @@ class UnitMarks:
         if self._backward is not None:
             self._end_backward(self._backward)
         self._backward = call
+        call.gradients = 0
         self._notify_begin(call.unit_index, "backward")
 
     def _end_backward(self, call: _Call) -> None:
@@ -227,6 +247,7 @@ class _Call:
         self.unit_index = unit_index
         self.input_nodes: list[Node] = []
         self.leaf_inputs: list[Tensor] = []
+        self.gradients = 0
 
 
 def _grad_tensors(value: Any) -> Iterator[Tensor]:

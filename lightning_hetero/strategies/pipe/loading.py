@@ -65,13 +65,25 @@ class Hand:
         if not self.reads:
             skeleton = pickle.loads(content[0])
             tensors = [torch.empty(slot.shape, dtype=slot.dtype) for slot in found_in(skeleton, _Slot)]
-        for tensor in tensors:
-            dist.broadcast(
-                tensor.detach().cpu().contiguous() if self.reads else tensor, self._reader, group=self._group
-            )
+        self._broadcast(tensors)
         if self.reads:
             return value
         return _mapped(skeleton, _Slot, lambda slot: tensors[slot.index])
+
+    def _broadcast(self, tensors: list[Tensor]) -> None:
+        """Fill ``tensors`` with the reader's: one broadcast for each type, since each costs as much as its messages."""
+        by_type: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            by_type.setdefault(tensor.dtype, []).append(tensor)
+        for dtype, members in by_type.items():
+            if self.reads:
+                flat = torch.cat([member.detach().cpu().reshape(-1) for member in members])
+            else:
+                flat = torch.empty(sum(member.numel() for member in members), dtype=dtype)
+            dist.broadcast(flat, self._reader, group=self._group)
+            if not self.reads:
+                for member, part in zip(members, flat.split([m.numel() for m in members]), strict=True):
+                    member.set_(part.view_as(member))  # no copy
 
 
 class _Slot:

@@ -14,11 +14,11 @@ same numbers; one that does not, others of the same distribution.
 from __future__ import annotations
 
 import hashlib
+import random
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-
-from lightning_hetero.strategies.untouched import seed_all
 
 STEP, AFTER, TRANSFER = "step", "after the model", "transfer"
 """parts of a step besides the units, which count from 0"""
@@ -55,13 +55,25 @@ class Draws:
 
     def _seed_all(self, part: str) -> None:
         number = self.number(part)
-        seed_all(number % 2**32)  # numpy takes 32 bits
-        torch.manual_seed(number)
+        np.random.seed(number % 2**32)  # which takes 32 bits
+        random.seed(number)
+        seed_torch(number)
 
     def begin_unit(self, unit: int) -> None:
         """Seed torch for a unit's forward."""
-        torch.manual_seed(self.number(unit))
+        seed_torch(self.number(unit))
 
     def end_model(self) -> None:
         """Seed torch for what follows the model."""
-        torch.manual_seed(self.number(AFTER))
+        seed_torch(self.number(AFTER))
+
+
+def seed_torch(number: int) -> None:
+    """Seed torch on the CPU and on the current CUDA device.
+
+    ``torch.manual_seed`` does so on every device; without any, it keeps each call and its stack for later, which takes
+    longer than many a unit's forward.
+    """
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed(number)

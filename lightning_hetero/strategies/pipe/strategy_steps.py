@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_hetero.collate import MicroBatches
 from lightning_hetero.data import batch_size_of, default_seed
 from lightning_hetero.errors import UnsupportedError, raise_all
 from lightning_hetero.plan import PipelinePlan, even_parts
+from lightning_hetero.strategies import torch_adapter
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.checkpoint_hooks import CheckpointHooks
 from lightning_hetero.strategies.instruments import Instruments
+from lightning_hetero.strategies.loss_check import cut
 from lightning_hetero.strategies.loss_weight import BatchWeights, LossWeight
 from lightning_hetero.strategies.pipe.assembly import Assembly
 from lightning_hetero.strategies.pipe.gradients import Release
@@ -27,7 +32,7 @@ from lightning_hetero.strategies.pipe.loading import Hand, shapes_of
 from lightning_hetero.strategies.pipe.logs import StepLog, join_logs, values_are_everyones
 from lightning_hetero.strategies.pipe.placement import Placement
 from lightning_hetero.strategies.pipe.randomness import Draws
-from lightning_hetero.strategies.pipe.roles import Roles
+from lightning_hetero.strategies.pipe.roles import ALONE, Roles, alone
 from lightning_hetero.strategies.pipe.steps import EvaluationWork, StepResult, TrainingWork, can_be_joined, join_outputs
 from lightning_hetero.strategies.pipe.summary import PipeSummary, print_pipe_summary
 from lightning_hetero.strategies.summary import StepRecorder
@@ -59,6 +64,8 @@ class PipeSteps(CheckpointHooks, HeteroStrategy):
         self._accumulates = False
         self._accumulated = False
         self._evaluated = 0
+        self._loop_samples = self._batch_samples = 0
+        self._is_alone = False
         self._whole_evaluation = False  # whether outputs of parts of a batch cannot be put together
         self.summaries: list[PipeSummary] = []
 
@@ -94,7 +101,16 @@ class PipeSteps(CheckpointHooks, HeteroStrategy):
 
     def _roles_and_log(self, module: Any, placement: Placement) -> None:
         self._roles = Roles(module, placement.model, placement.prefix)
-        self._log = StepLog(module)
+        self._log = StepLog(module, placement.prefix)
+        names = {child: name for name, child in module.named_modules()}
+        norms = [names[child] for child in torch_adapter.batch_norms(module)]
+        if norms and self._trainer.state.fn == TrainerFn.FITTING:
+            shown = ", ".join(norms[:3]) + (", ..." if len(norms) > 3 else "")
+            rank_zero_warn(
+                f"BatchNorm in training mode ({shown}) normalises over each micro-batch, so that "
+                "results depend on its size, which is not so on one device: freeze it (eval mode), or use LayerNorm or "
+                "GroupNorm"
+            )
 
     def _join_metrics(self, module: nn.Module) -> None:
         """Have torchmetrics objects come together over the pipelines' last stages: the other ranks see no sample."""
@@ -103,12 +119,15 @@ class PipeSteps(CheckpointHooks, HeteroStrategy):
         last = self.assembly.last_ranks()
 
         def gather(state: Tensor, group: Any = None) -> list[Tensor]:
+            if self._is_alone:
+                raise UnsupportedError(ALONE)
             everyones = self.gather_objects(state.cpu() if self.global_rank in last else None)
             return [everyones[rank].to(state.device) for rank in last]
 
         for child in module.modules():
             if isinstance(child, Metric):
                 child.dist_sync_fn = gather
+                child.dist_sync_on_step = False  # a step runs on the last stages alone, and its value is joined there
 
     def _where(self) -> str:
         where = super()._where()
@@ -140,9 +159,23 @@ class PipeSteps(CheckpointHooks, HeteroStrategy):
         return float(self.step_samples())
 
     def begin_batch(self, training: bool, batch: Any = None) -> None:
-        """Note how many samples the evaluation batch that starts now has in each pipeline."""
+        """Note how many samples the batch that starts now has in each pipeline."""
+        if training:
+            self._batch_samples = sum(self.loaders.train_sizes[0])
+            return
         sizes = self.loaders.eval_sizes
         self._eval_sizes = sizes.popleft() if sizes else None
+        self._loop_samples += self.step_samples()
+
+    def batch_samples(self) -> int:
+        """Samples of the training batch at hand, over all pipelines."""
+        return self._batch_samples
+
+    def loop_samples(self, given: int | None) -> int:
+        """Samples that a value counts for that is logged outside of an evaluation's batches, such as at its end."""
+        if given is not None:
+            return given if self.assembly.is_last else 0
+        return self._loop_samples
 
     def end_batch(self, training: bool) -> None:
         """Nothing is kept of it."""
@@ -175,13 +208,20 @@ class PipeSteps(CheckpointHooks, HeteroStrategy):
         batches = self._batch if isinstance(self._batch, MicroBatches) else MicroBatches([self._batch])
         sizes = self.loaders.train_sizes.popleft()
         self._full_steps = (self._full_steps[1], sum(sizes) == self.global_batch_size)
+        # a collective, for ranks that stay idle as well
+        weights = self._weights(batches, sizes)
         with same_random_states():
-            result = self._run_training(batches, sizes, args[1:], kwargs)
+            result = self._run_training(batches, weights, sizes, args[1:], kwargs)
         results = self.gather_objects(result)
-        return self._conclude(results)
+        return self._conclude(results, sizes)
 
     def _run_training(
-        self, batches: MicroBatches, sizes: tuple[int, ...], rest: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        batches: MicroBatches,
+        weights: list[float],
+        sizes: tuple[int, ...],
+        rest: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[StepResult | None, frozenset[str]]:
         assembly = self.assembly
         gradients = assembly.gradients
@@ -194,11 +234,11 @@ class PipeSteps(CheckpointHooks, HeteroStrategy):
         wanted = assembly.plan.runnable(assembly.pipeline, len(batches))
         real = len(batches)
         batches = MicroBatches([*batches, *([batches[0]] * (wanted - real))])
-        weights = self._weights(MicroBatches(batches[:real]), sizes) + [0.0] * (wanted - real)
+        filling = [0] * (wanted - real)
         self._log.begin_step()
 
         def step(batch: Any) -> Any:
-            with self.precision_plugin.train_step_context():
+            with self.precision_plugin.train_step_context(), self._alone():
                 return module.training_step(batch, *rest, **kwargs)
 
         step.__name__ = "training_step"
@@ -207,7 +247,9 @@ class PipeSteps(CheckpointHooks, HeteroStrategy):
             assembly.placement.chain,
             self._roles,
             self._log,
-            weights,
+            [*weights, *filling],
+            [*self._samples_of(batches[:real], sizes), *filling],
+            self._capturing,
             self._scaled,
             self._stage_is_done,
             self._training_draws(wanted),
@@ -228,15 +270,37 @@ class PipeSteps(CheckpointHooks, HeteroStrategy):
 
     def _weights(self, batches: MicroBatches, sizes: tuple[int, ...]) -> list[float]:
         """What each micro-batch of this pipeline counts for in the global batch."""
-        own = sizes[self.assembly.pipeline]
-        samples = even_parts(own, len(batches)) if own else (0,) * len(batches)
+        samples = self._samples_of(batches, sizes)
         if self.loss_weight is None:
             return [size / sum(sizes) for size in samples]
-        parts = [(batch, size > 0) for batch, size in zip(batches, samples, strict=True)]
+        takes_part = self.assembly.takes_part
+        parts = [(batch, takes_part and size > 0) for batch, size in zip(batches, samples, strict=True)]
         items = [self.loss_weight.of(batch, self._trainer.global_step) if real else 0.0 for batch, real in parts]
         totals = self.gather_vector([sum(items)])
         total = sum(totals[pipeline.rank_of(0)][0] for pipeline in self.assembly.plan.pipelines)
         return [item / total if total else 0.0 for item in items]
+
+    def _samples_of(self, batches: Sequence[Any], sizes: tuple[int, ...]) -> tuple[int, ...]:
+        own = sizes[self.assembly.pipeline]
+        return even_parts(own, len(batches)) if own else (0,) * len(batches)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """The user's step runs on this rank and not on all."""
+        self._is_alone = self.world_size > 1
+        try:
+            with alone(self):
+                yield
+        finally:
+            self._is_alone = False
+
+    @contextmanager
+    def _capturing(self) -> Iterator[None]:
+        """Where the first stage is the last one too, the step up to the model runs twice, and changes things once."""
+        module = self.lightning_module
+        assert module is not None
+        with untouched(module, freeze_norms=False) if self.assembly.is_last else nullcontext():
+            yield
 
     def _training_draws(self, micro_batches: int, ahead: int = 0) -> list[Draws]:
         before = self.assembly.plan.micro_batches_before(self.assembly.pipeline)
@@ -264,7 +328,7 @@ class PipeSteps(CheckpointHooks, HeteroStrategy):
         scaler = self._scaler()
         return loss if scaler is None else scaler.scale(loss)
 
-    def _conclude(self, results: list[tuple[StepResult | None, frozenset[str]]]) -> Any:
+    def _conclude(self, results: list[tuple[StepResult | None, frozenset[str]]], sizes: tuple[int, ...]) -> Any:
         """Log for this rank what all pipelines logged; return the step's output."""
         assembly = self.assembly
         self._refuse_both_sides(results)
@@ -273,12 +337,17 @@ class PipeSteps(CheckpointHooks, HeteroStrategy):
         own = parts[assembly.pipeline]
         if not assembly.is_last:
             self._log.take_metric_states(own.metrics)
+        if self.global_rank != assembly.last_ranks()[0]:
+            self._log.take_buffers(parts[0].buffers)
         with values_are_everyones(self):
             self._log.log_all(join_logs([part.logged for part in parts]), self.root_device)
         value = torch.tensor(sum(part.loss for part in parts), device=self.root_device, dtype=own.dtype)
         handle = torch.zeros((), device=self.root_device, requires_grad=True)
         loss = Release.apply(handle, value, self._release)
-        return loss if own.extras is None else {**own.extras, "loss": loss}
+        extras = [(part.extras, size) for part, size in zip(parts, sizes, strict=True) if part.extras is not None]
+        if not extras:
+            return loss
+        return {**move_data_to_device(join_outputs(extras), self.root_device), "loss": loss}
 
     def _refuse_both_sides(self, results: list[tuple[StepResult | None, frozenset[str]]]) -> None:
         problems = []
@@ -311,6 +380,17 @@ class PipeSteps(CheckpointHooks, HeteroStrategy):
         finally:
             self._accumulates = False
 
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Run the closure (the schedule), and count what the optimizer's step itself makes."""
+        with ExitStack() as stack:
+
+            def closure_then_counted() -> Any:
+                result = closure()
+                stack.enter_context(self.instruments.step(None, samples=1))
+                return result
+
+            return super().optimizer_step(optimizer, closure_then_counted, model, **kwargs)
+
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -323,7 +403,7 @@ class PipeSteps(CheckpointHooks, HeteroStrategy):
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """As :meth:`validation_step`: every rank of a pipeline has the predictions."""
-        self.begin_batch(training=False)
+        self.begin_batch(training=False)  # predicting logs nothing, so Lightning notes no batch
         return self._evaluate("predict_step", args, kwargs, self.precision_plugin.predict_step_context)
 
     def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], context: Callable[[], Any]) -> Any:
@@ -344,9 +424,14 @@ class PipeSteps(CheckpointHooks, HeteroStrategy):
             draws.end_model()
             return output
 
+        own = self._eval_sizes is None or self._eval_sizes[self.assembly.pipeline] > 0
         with same_random_states():
             draws.begin_step()
-            return self._roles.answer(give, step)
+            if own:
+                return self._roles.answer(give, step)
+            # a repetition of another pipeline's sample; its logs count nothing, but are a collective
+            with untouched(module, silence_logs=False):
+                return cut(self._roles.answer(give, step), samples, 0, 0)
 
     def _forwards(self, step: Callable[[], Any], batch: Any, samples: int, draws: Draws) -> Any:
         """The model's output for a batch, on every rank of the pipeline."""
@@ -371,7 +456,7 @@ class PipeSteps(CheckpointHooks, HeteroStrategy):
             arguments = None
             if assembly.is_first:
                 assert module is not None
-                with untouched(module):
+                with untouched(module), self._alone():
                     draws.begin_step()
                     arguments = self._roles.catch(step)
             each = [Draws(draws.seed, draws.step, k, draws.kind) for k in range(len(sizes))]
@@ -402,6 +487,11 @@ class PipeSteps(CheckpointHooks, HeteroStrategy):
         """The time until the next training step is not a step's."""
         if self._trainer.state.fn == TrainerFn.FITTING and not self._trainer.sanity_checking:
             self._recorder.pause()
+        self._loop_samples = 0
+
+    def on_test_start(self) -> None:
+        """Count samples anew."""
+        self._loop_samples = 0
 
     def on_validation_end(self) -> None:
         """Forget the sizes of batches that were read ahead and not used."""
