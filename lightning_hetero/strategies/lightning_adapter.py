@@ -269,16 +269,66 @@ class _WeightedResults(_ResultCollection):
         super().update_metrics(key, value, batch_size)
 
 
+class _StageResults(_WeightedResults):
+    """A training loop's results where what a step logs is made the same on all ranks before it is logged.
+
+    What hooks log is taken as each rank has it, without Lightning's advice to synchronise it.
+    """
+
+    def __setitem__(self, key: str, metric: _ResultMetric) -> None:
+        dict.__setitem__(self, key, metric)
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("sync_dist"):
+            kwargs.update(sync_dist=True, sync_dist_fn=_as_it_is)
+        super().log(*args, **kwargs)
+
+    def _extract_batch_size(self, value: Any, batch_size: int | None, meta: Any) -> int:
+        if batch_size is None and self.batch is not None:
+            batch_size = self.owner.batch_samples()  # type: ignore[attr-defined]
+        return super()._extract_batch_size(value, batch_size, meta)
+
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        _ResultCollection.update_metrics(self, key, value, batch_size)
+
+
+def _as_it_is(value: Any, *args: Any, **kwargs: Any) -> Any:
+    return value
+
+
+class _PipelineResults(_WeightedResults):
+    """An evaluation's results where ranks of one pipeline see the same batch: each value counts once a pipeline."""
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Log as with ``sync_dist=True``, or the pipelines' values would be different ones."""
+        if not kwargs.get("rank_zero_only"):
+            kwargs["sync_dist"] = True
+        super().log(*args, **kwargs)
+
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        if self.batch is None:
+            batch_size = self.owner.loop_samples(batch_size if self[key].given_size else None)  # type: ignore[attr-defined]
+        super().update_metrics(key, value, batch_size)
+        metric = self[key]
+        cache = metric._forward_cache
+        if self.batch is not None and not metric.is_tensor and metric.meta.on_step and isinstance(cache, Tensor):
+            # of a torchmetrics object a step's value is this pipeline's; the epoch's comes together by itself
+            weight = self.owner.step_samples()
+            count = torch.as_tensor(float(weight), dtype=torch.float64, device=cache.device)
+            pair = torch.stack([cache.double() * weight if weight else torch.zeros_like(count), count])
+            total = self.owner.sum_over_ranks(pair)
+            metric._forward_cache = (total[0] / total[1]).to(cache)
+
+
 def weigh_logged_values(trainer: pl.Trainer, owner: WeightedReduction, *, training: bool = True) -> None:
     """Make ``self.log(..., sync_dist=True)`` weigh ranks by samples in all loops of ``trainer``.
 
-    ``training`` says whether the training loop is among them. The loops keep their results in the private attribute
-    ``_results``; ``log`` has no argument for the reduction.
+    ``training`` says whether the training loop's are; a pipeline's last stages weigh them. The loops keep their results
+    in the private attribute ``_results``; ``log`` has no argument for the reduction.
     """
-    if training:
-        trainer.fit_loop.epoch_loop._results = _WeightedResults(True, owner)
+    trainer.fit_loop.epoch_loop._results = (_WeightedResults if training else _StageResults)(True, owner)
     for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-        loop._results = _WeightedResults(False, owner)
+        loop._results = _WeightedResults(False, owner) if training else _PipelineResults(False, owner)
 
 
 def clip_norms_by(plugin: Precision, clip: Callable[[list[nn.Parameter], float], Tensor]) -> None:

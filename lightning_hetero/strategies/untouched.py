@@ -34,11 +34,13 @@ Restore = Callable[[], Any]
 
 
 @contextmanager
-def untouched(module: pl.LightningModule, *, silence_logs: bool = True, keep_numbers: bool = False) -> Iterator[None]:
+def untouched(
+    module: pl.LightningModule, *, silence_logs: bool = True, keep_numbers: bool = False, freeze_norms: bool = True
+) -> Iterator[None]:
     """Restore on exit what a step may change besides parameters and their gradients.
 
     Restored: random states, buffers, torchmetrics objects, and the tensors, containers and plain values
-    that the module or one of its submodules holds as attributes. BatchNorm uses its running statistics meanwhile.
+    that the module or one of its submodules holds as attributes.
 
     Args:
         module: the user's module.
@@ -46,6 +48,7 @@ def untouched(module: pl.LightningModule, *, silence_logs: bool = True, keep_num
             may be a collective.
         keep_numbers: leave numbers, truth values and texts as the step leaves them. By a counter a manual step decides
             which optimizer steps, and that has to be the same on all ranks.
+        freeze_norms: have BatchNorm use its running statistics meanwhile.
     """
     metrics = [child for child in module.modules() if isinstance(child, Metric)]
     inside_metrics = {part for metric in metrics for part in metric.modules()}
@@ -54,7 +57,7 @@ def untouched(module: pl.LightningModule, *, silence_logs: bool = True, keep_num
     restore += [_keep_metric(metric) for metric in metrics]
     restore += [_keep_attributes(child, not keep_numbers) for child in children]
     try:
-        for child in torch_adapter.batch_norms(module):
+        for child in torch_adapter.batch_norms(module) if freeze_norms else ():
             child.training = False  # in training mode it refuses a single sample, which is all that there may be
         with same_random_states(), _silent(module, silence_logs):
             yield
@@ -180,8 +183,11 @@ def _silent(module: pl.LightningModule, enabled: bool) -> Iterator[None]:
         yield
         return
     # log_dict calls log; an attribute of the instance hides the method
+    before = module.__dict__.get("log")
     module.__dict__["log"] = lambda *args, **kwargs: None
     try:
         yield
     finally:
         module.__dict__.pop("log", None)
+        if before is not None:
+            module.__dict__["log"] = before

@@ -13,8 +13,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
+
+from lightning_hetero.strategies.untouched import untouched
 
 _DROPPED = ("sync_dist", "sync_dist_group", "enable_graph", "metric_attribute")
 """arguments of ``log`` that mean nothing once a value is the global batch's"""
@@ -50,12 +53,14 @@ class StepLog:
 
     Args:
         module: the user's.
+        prefix: name of the split model in it.
     """
 
-    def __init__(self, module: pl.LightningModule) -> None:
-        self._module = module
+    def __init__(self, module: pl.LightningModule, prefix: str) -> None:
+        self._module, self._prefix = module, prefix
         self._metrics = {id(child): name for name, child in module.named_modules() if isinstance(child, Metric)}
         self._updates: dict[str, int] = {}
+        self._buffers: dict[str, tuple[int, int]] = {}
         self.logged: dict[str, LoggedValue] = {}
         self.weight, self.samples = 0.0, 0
 
@@ -63,6 +68,7 @@ class StepLog:
         """Forget the step before."""
         self.logged = {}
         self._updates = {name: metric._update_count for name, metric in self._named_metrics()}
+        self._buffers = {name: (id(buffer), buffer._version) for name, buffer in self._outside_buffers()}
 
     def begin_micro_batch(self, weight: float, samples: int) -> None:
         """Say what the values that are logged from here on count for."""
@@ -86,6 +92,12 @@ class StepLog:
         finally:
             self._module.__dict__.pop("log", None)
 
+    @contextmanager
+    def filling(self) -> Iterator[None]:
+        """Keep nothing of a step on samples that only fill a schedule: no logs, no metric's update, no buffer."""
+        with untouched(self._module):
+            yield
+
     def _note(self, name: str, value: Any, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
         positional = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
         arguments = {**dict(zip(positional, args, strict=False)), **kwargs}
@@ -102,8 +114,11 @@ class StepLog:
 
     def metric_states(self) -> dict[str, MetricState]:
         """What has changed in the metrics during the step."""
+        for child in self._module.modules():
+            if isinstance(child, MetricCollection):
+                child.values(copy_state=False)  # those that share a state get its number of updates now
         return {
-            name: MetricState(metric._update_count, metric._forward_cache)
+            name: MetricState(metric._update_count, _on_cpu(metric._forward_cache))
             for name, metric in self._named_metrics()
             if metric._update_count != self._updates.get(name, 0)
         }
@@ -114,7 +129,31 @@ class StepLog:
             if name in states:
                 metric._update_count = states[name].updates
                 metric._computed = None
-                metric._forward_cache = states[name].forward_cache
+                metric._forward_cache = _to(states[name].forward_cache, metric.device)
+
+    def changed_buffers(self) -> dict[str, Tensor]:
+        """Buffers outside the split model that the step has changed: a running mean of targets, a queue."""
+        return {
+            name: buffer.detach().cpu()
+            for name, buffer in self._outside_buffers()
+            if self._buffers.get(name) != (id(buffer), buffer._version)
+        }
+
+    def take_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Give this rank's buffers the values that the last stage's have."""
+        for name, value in buffers.items():
+            path, _, own = name.rpartition(".")
+            holder = self._module.get_submodule(path)
+            before = getattr(holder, own)
+            if before is not None and before.shape == value.shape and before.dtype == value.dtype:
+                with torch.no_grad():
+                    before.copy_(value)
+            else:
+                setattr(holder, own, value.to(self._module.device))
+
+    def _outside_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        prefix = f"{self._prefix}."
+        return ((name, buffer) for name, buffer in self._module.named_buffers() if not name.startswith(prefix))
 
     def log_all(self, logged: Mapping[str, LoggedValue], device: torch.device) -> None:
         """Log for this rank what :func:`join_logs` made of all pipelines' notes, in a :func:`values_are_everyones`."""
@@ -133,6 +172,14 @@ class StepLog:
     def _named_metrics(self) -> Iterator[tuple[str, Any]]:
         # the counters of torchmetrics have no setters; Lightning reads the same private names
         return ((name, child) for name, child in self._module.named_modules() if isinstance(child, Metric))
+
+
+def _on_cpu(value: Any) -> Any:
+    return _to(value, torch.device("cpu"))
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return apply_to_collection(value, Tensor, lambda tensor: tensor.detach().to(device))
 
 
 def _as_it_is(value: Any, *args: Any, **kwargs: Any) -> Any:

@@ -26,6 +26,34 @@ class _Caught(BaseException):
         self.arguments = args, kwargs
 
 
+_COLLECTIVES = ("all_gather", "reduce", "broadcast", "barrier", "reduce_boolean_decision")
+
+
+@contextmanager
+def alone(strategy: Any) -> Iterator[None]:
+    """User code that runs meanwhile runs on this rank alone, so that a collective of the strategy is refused."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(ALONE)
+
+    if strategy.world_size > 1:
+        strategy.__dict__.update(dict.fromkeys(_COLLECTIVES, refuse))
+    try:
+        yield
+    finally:
+        for name in _COLLECTIVES:
+            strategy.__dict__.pop(name, None)
+
+
+ALONE = (
+    "a step calls a collective (self.all_gather, a metric's compute(), ...), which would wait for ranks that do not "
+    "run it: a pipeline runs training_step on its last stage alone, and every step up to the model on its first. Log "
+    "the value or the torchmetrics object itself, or call it in on_train_epoch_end, or after the model in "
+    "validation_step"
+)
+"""why a collective is refused"""
+
+
 class Roles:
     """Runs a module's steps without running its model.
 
@@ -56,6 +84,8 @@ class Roles:
             except HeteroError:
                 raise
             except Exception as error:
+                if "meta" not in str(error):
+                    raise  # the user's own
                 raise UnsupportedError(
                     f"{_name_of(step)} failed before it called self.{self._name}(...) ({type(error).__name__}: "
                     f"{error}). On this stage the model is there in part: call it as a whole, once, and none of its "

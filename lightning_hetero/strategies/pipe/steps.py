@@ -37,6 +37,7 @@ class StepResult:
         logged: what the step logged.
         metrics: what has changed in the torchmetrics objects.
         extras: what else the step returned, by key: per micro-batch, joined where it is per sample.
+        buffers: those outside the split model that the step has changed.
     """
 
     loss: float
@@ -44,6 +45,7 @@ class StepResult:
     logged: Mapping[str, LoggedValue] = field(default_factory=dict)
     metrics: Mapping[str, MetricState] = field(default_factory=dict)
     extras: Mapping[str, Any] | None = None
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Instrumented:
@@ -78,7 +80,9 @@ class TrainingWork(Instrumented):
 
     Args:
         step: the user's, taking a batch.
-        weights: per micro-batch, its share of the global batch; 0 where it only fills the schedule.
+        weights: per micro-batch, its share of the global batch.
+        counted: per micro-batch, its samples of the global batch; 0 where it only fills the schedule.
+        captures: a context around the step up to the model.
         scale: of the loss, for fp16.
         done: is told of stages that have run their last backward.
         log: of what the step logs.
@@ -91,6 +95,8 @@ class TrainingWork(Instrumented):
         roles: Roles,
         log: StepLog,
         weights: Sequence[float],
+        counted: Sequence[int],
+        captures: Context,
         scale: Callable[[Tensor], Tensor],
         done: Callable[[int], None],
         draws: Sequence[Draws],
@@ -101,13 +107,14 @@ class TrainingWork(Instrumented):
         super().__init__(draws, batches, instruments, forward_context)
         self._step, self._chain, self._roles, self._log = step, chain, roles, log
         self._weights, self._scale, self.stage_is_done = weights, scale, done
+        self._counted, self._captures = counted, captures
         self._losses: list[Tensor] = []
         self._outputs: list[Any] = []
 
     def begin(self, micro_batch: int) -> Values:
         """Run the user's step up to the model."""
         self._draws[micro_batch].begin_step()
-        with self._log.silent():
+        with self._log.silent(), self._captures():
             args, kwargs = self._roles.catch(self._step, self._batches[micro_batch])
         return self._chain.begin(*args, **kwargs)
 
@@ -122,9 +129,9 @@ class TrainingWork(Instrumented):
             return output
 
         draws.begin_step()
-        self._log.begin_micro_batch(weight, samples if weight else 0)
-        noting = self._log.noting() if weight else self._log.silent()
-        with noting:
+        counted = self._counted[micro_batch]
+        self._log.begin_micro_batch(weight, counted)
+        with self._log.noting() if counted else self._log.filling():
             result = self._roles.answer(give, self._step, self._batches[micro_batch])
         loss = loss_in(result)
         if loss is None:
@@ -136,7 +143,7 @@ class TrainingWork(Instrumented):
             raise UnsupportedError(f"training_step returned a loss of shape {list(loss.shape)}: return its mean")
         weighted = scaled(loss, weight)
         self._losses.append(weighted.detach())
-        self._outputs.append(_detached(result) if weight else None)
+        self._outputs.append(_detached(result) if counted else None)
         return self._scale(weighted)
 
     def result(self) -> StepResult:
@@ -149,7 +156,8 @@ class TrainingWork(Instrumented):
         if outputs and isinstance(outputs[0][0], dict):
             keys = [key for key in outputs[0][0] if key != "loss"]
             extras = {key: join_outputs([(output[key], size) for output, size in outputs]) for key in keys}
-        return StepResult(loss, self._losses[0].dtype, self._log.logged, self._log.metric_states(), extras)
+        log = self._log
+        return StepResult(loss, self._losses[0].dtype, log.logged, log.metric_states(), extras, log.changed_buffers())
 
 
 class EvaluationWork(Instrumented):
@@ -237,4 +245,4 @@ def can_be_joined(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
 
 
 def _detached(value: Any) -> Any:
-    return apply_to_collection(value, Tensor, lambda tensor: tensor.detach())
+    return apply_to_collection(value, Tensor, lambda tensor: tensor.detach().cpu())
