@@ -25,7 +25,7 @@ _UNIT_KEYS = (
     "kept_activation_bytes",
     "output_bytes",
 )
-_UNIT_OPTIONAL = ("timings", "is_block", "shared_parameters", "inner_gradient_bytes")
+_UNIT_OPTIONAL = ("timings", "is_block", "shared_parameters", "inner_gradient_bytes", "largest_parameter")
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,7 @@ class UnitCost:
             that unit needs a copy of them.
         inner_gradient_bytes: bytes per sample of the largest gradient inside the unit, which is there while all that
             the unit keeps is: taken for as large as the largest tensor that it keeps. 0 where it was not counted.
+        largest_parameter: elements of its largest parameter, whose gradient is added as a whole; 0 if not known.
     """
 
     name: str
@@ -128,6 +129,7 @@ class UnitCost:
     is_block: bool = True
     shared_parameters: int = 0
     inner_gradient_bytes: int = 0
+    largest_parameter: int = 0
 
 
 @dataclass(frozen=True)
@@ -328,6 +330,7 @@ def _read_unit(record: Record, value: object, place: str) -> UnitCost:
         is_block=record.take(unit, "is_block", place, boolean, True),
         shared_parameters=record.take(unit, "shared_parameters", place, integer(0), 0),
         inner_gradient_bytes=record.take(unit, "inner_gradient_bytes", place, integer(0), 0),
+        largest_parameter=record.take(unit, "largest_parameter", place, integer(0), 0),
     )
 
 

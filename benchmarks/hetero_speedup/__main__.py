@@ -59,7 +59,7 @@ def cases(cluster_path: Path, quick: bool) -> dict[str, tuple[Case, Effort]]:
     )
     # large enough that communication, some 0.2 s a step on two cores, does not dominate
     real_work = Case(
-        "real work", 2, global_batch=288 if quick else 384, solo_batch=48 if quick else 96, doubled_ranks=(1,)
+        "real work", 2, global_batch=288 if quick else 576, solo_batch=48 if quick else 192, doubled_ranks=(1,)
     )
     equal = Case("equal devices", 2, global_batch=32, solo_batch=16)
     if quick:

@@ -51,6 +51,7 @@ class StageTable:
         self._received, self._end = received, end
         self._kept = {False: _prefix(kept), True: _prefix(before)}
         inner = np.array([unit.inner_gradient_bytes for unit in costs.units], dtype=np.float64)
+        self._largest_parameter = np.array([unit.largest_parameter for unit in costs.units], dtype=np.float64)
         at_work = np.maximum(before, inner) + gradient
         self._at_work = {False: at_work, True: at_work + kept}
         own = _prefix(unit.parameters for unit in costs.units)
@@ -125,6 +126,8 @@ class StageTable:
             parameters = self._parameters - np.diagonal(self._parameters)[:, None]
             states = parameters * (state.parameter + state.optimizer)
             fixed = np.ceil(states + parameters * state.gradient)
+            largest = self._largest(np.broadcast_to(self._largest_parameter, (self.units + 1, self.units)))
+            temporary = np.maximum(parameters * state.step_temporary, 2 * state.parameter * largest)
             # While the first backward has come down to unit i, gradients are there of the units from i on.
             rising = samples * work[None, :] - state.gradient * self._parameters[:, :-1]
             self._found_parts[checkpointing] = {
@@ -133,7 +136,8 @@ class StageTable:
                 "received": self._received,
                 "states": np.ceil(states),
                 "fixed": fixed,
-                "step": np.ceil(fixed + parameters * state.step_temporary),
+                "fixed_in_backward": np.ceil(states + parameters * state.gradient + largest * state.gradient),
+                "step": np.ceil(fixed + temporary),
                 "first": states + state.gradient * self._parameters + self._largest(rising) + samples * end,
             }
         return self._found_parts[checkpointing]
@@ -141,13 +145,15 @@ class StageTable:
     def _peak(self, parts: Mapping[str, Any], in_flight: int, all_at_once: bool) -> Any:
         """The formula of ``simulator.pipeline_memory``, for matrices or for the numbers of one stage."""
         samples, waiting, at_work, fixed = self.samples, parts["waiting"], parts["at_work"], parts["fixed"]
+        adding = parts["fixed_in_backward"]
         others = (in_flight - 1) * waiting + parts["received"]
         if not all_at_once:
-            return np.maximum(fixed + samples * (others + np.maximum(waiting, at_work)), parts["step"])
+            running = np.maximum(fixed + samples * (others + waiting), adding + samples * (others + at_work))
+            return np.maximum(running, parts["step"])
         peak = np.maximum(parts["states"] + samples * (others + waiting), np.ceil(parts["first"]) + samples * others)
         if in_flight > 1:
             one_less = (in_flight - 2) * waiting + parts["received"]
-            peak = np.maximum(peak, fixed + samples * (one_less + at_work))
+            peak = np.maximum(peak, adding + samples * (one_less + at_work))
         return np.maximum(peak, parts["step"])
 
     def _largest(self, values: Matrix) -> Matrix:

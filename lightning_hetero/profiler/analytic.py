@@ -150,6 +150,7 @@ def costs_of(counted: Counted, name: str, inputs: Sequence[Tensor], dtype: str) 
                 is_block=units[index].is_block,
                 shared_parameters=shared[index],
                 inner_gradient_bytes=counted.per_sample(tally.largest_kept_bytes),
+                largest_parameter=max((p.numel() for p in units[index].module.parameters()), default=0),
             )
         )
     loose = sum(parameter.numel() for parameter in counted.model.parameters()) - sum(own)

@@ -12,14 +12,15 @@ parameter and per sample of the micro-batch::
     backward of unit i   (n - 1) x (kept + end) + kept by units up to i + end
                          gradients of the output and of the input of unit i, or of what is inside it
                          with checkpointing: what unit i keeps, since its forward is run again
+                         the largest parameter's gradient, before it is added to the one that is there
     buffers              one input and one gradient that are received ahead (not on the first and last stage)
-    step                 temporaries of the optimizer
+    step                 temporaries of the optimizer: two of the largest parameter, with torch's loop over them
 
 With no more micro-batches than are in flight (GPipe), gradients only come into being during the first backward, last
 units first, and not before.
 
-Not counted: temporaries inside a unit that are neither kept nor passed on, gradients of one micro-batch before they
-are added to the sum, allocator fragmentation, and the communication library's own buffers. The earlier unit of tied
+Not counted: temporaries inside a unit that are neither kept nor passed on, allocator fragmentation, and the
+communication library's own buffers. The earlier unit of tied
 parameters is not named in costs, so a copy is counted on every stage but the first, which may be one too many.
 """
 
@@ -139,11 +140,17 @@ class _Stage:
         self.buffers = before + (0 if is_last else output)
         self.parameters = [unit.parameters + (unit.shared_parameters if units.start else 0) for unit in self.units]
         self.kept = self.inputs if self.recompute else [unit.kept_activation_bytes for unit in self.units]
+        self.largest = max(unit.largest_parameter for unit in self.units)
         self.states_bytes = sum(self.parameters) * (state.parameter + state.optimizer)
 
     @property
     def fixed_bytes(self) -> int:
-        return math.ceil(self.states_bytes + sum(self.parameters) * self.state.gradient)
+        return math.ceil(self.fixed_exactly)
+
+    @property
+    def fixed_exactly(self) -> float:
+        """Parameters, gradients and optimizer state."""
+        return self.states_bytes + sum(self.parameters) * self.state.gradient
 
     def waiting_bytes(self, in_flight: int) -> int:
         """Per sample, while no micro-batch of this stage is at work."""
@@ -153,7 +160,8 @@ class _Stage:
         """Once gradients are there."""
         yield MemoryPoint("forward", self.units[-1].name, self.fixed_bytes, self.waiting_bytes(in_flight))
         for index, unit in enumerate(self.units):
-            yield MemoryPoint("backward", unit.name, self.fixed_bytes, self._backward_bytes(index, in_flight))
+            adding = math.ceil(self.fixed_exactly + self.largest * self.state.gradient)
+            yield MemoryPoint("backward", unit.name, adding, self._backward_bytes(index, in_flight))
 
     def first_step(self, in_flight: int) -> Iterator[MemoryPoint]:
         """Where all forwards come before the first backward."""
@@ -167,7 +175,7 @@ class _Stage:
             yield from list(self.steady(in_flight - 1))[1:]
 
     def step(self) -> MemoryPoint:
-        temporary = sum(self.parameters) * self.state.step_temporary
+        temporary = max(sum(self.parameters) * self.state.step_temporary, 2 * self.state.parameter * self.largest)
         return MemoryPoint("step", "", math.ceil(self.fixed_bytes + temporary))
 
     def _backward_bytes(self, index: int, in_flight: int) -> int:

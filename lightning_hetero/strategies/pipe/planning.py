@@ -299,6 +299,7 @@ def _merged(name: str, members: Sequence[UnitCost], output_bytes: int, kinds: Se
         is_block=any(unit.is_block for unit in members),
         shared_parameters=sum(unit.shared_parameters for unit in members),
         inner_gradient_bytes=max((unit.inner_gradient_bytes for unit in members), default=0),
+        largest_parameter=max((unit.largest_parameter for unit in members), default=0),
     )
 
 
