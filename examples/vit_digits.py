@@ -4,6 +4,7 @@ By default: scikit-learn's scanned digits on the emulated cluster beside this fi
 least 95 % validation accuracy.
 
     python examples/vit_digits.py
+    python examples/vit_digits.py --strategy hetero_pipe          # or hetero_auto
     python examples/vit_digits.py --strategy auto                 # one plain process
     python examples/vit_digits.py --data path/to/images           # with train/CLASS/*.png, val/CLASS/*.png
 """
@@ -15,6 +16,7 @@ import math
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
@@ -23,8 +25,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_hetero.strategies import HeteroFSDPStrategy
+from lightning_hetero.strategies import HeteroAutoStrategy, HeteroFSDPStrategy, HeteroPipelineStrategy
 
+STRATEGIES: tuple[type[Any], ...] = (HeteroFSDPStrategy, HeteroPipelineStrategy, HeteroAutoStrategy)
 CLUSTER = Path(__file__).with_name("two_fast_two_slow.yaml")
 
 
@@ -140,7 +143,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", default="hetero_fsdp", help="a strategy name of Lightning's or ours")
-    parser.add_argument("--cluster", default=CLUSTER, help="cluster file, for hetero_fsdp; 'none' to discover")
+    parser.add_argument(
+        "--cluster", default=CLUSTER, help="cluster file for the hetero ones; 'none' to discover"
+    )
     parser.add_argument("--devices", default="auto", help="processes; an emulated cluster sets them itself")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--global-batch", type=int, default=128, help="samples of a step over all ranks")
@@ -163,11 +168,12 @@ def main(arguments: list[str] | None = None) -> int:
     start_s = time.monotonic()
     data = Images(options.data, options.global_batch, options.workers, options.image_pixels)
     model = ViTClassifier(data.classes, data.channels, data.image_pixels, data.patch_pixels, options.learning_rate)
-    strategy: str | HeteroFSDPStrategy = options.strategy
-    if options.strategy == HeteroFSDPStrategy.strategy_name and options.cluster != "none":
-        strategy = HeteroFSDPStrategy(options.cluster, global_batch_size=options.global_batch)
+    strategy: Any = options.strategy
+    ours = next((each for each in STRATEGIES if each.strategy_name == options.strategy), None)
+    if ours is not None and options.cluster != "none":
+        strategy = ours(options.cluster, global_batch_size=options.global_batch)
     trainer = Trainer(
-        accelerator="cpu" if isinstance(strategy, HeteroFSDPStrategy) else "auto",
+        accelerator="auto" if isinstance(strategy, str) else "cpu",
         devices=options.devices,
         strategy=strategy,
         max_epochs=options.epochs,

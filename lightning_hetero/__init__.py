@@ -24,7 +24,12 @@ from lightning_hetero.plan import PipelinePlan, ShardPlan
 
 if TYPE_CHECKING:
     from lightning_hetero.callbacks import EmulatedDevices
-    from lightning_hetero.strategies import HeteroFSDPStrategy, HeteroPipelineStrategy, Rebalance
+    from lightning_hetero.strategies import (
+        HeteroAutoStrategy,
+        HeteroFSDPStrategy,
+        HeteroPipelineStrategy,
+        Rebalance,
+    )
 
 __version__ = "0.1.0"
 
@@ -41,6 +46,7 @@ __all__ = [
 
 _LATER = {
     "EmulatedDevices": "callbacks",
+    "HeteroAutoStrategy": "strategies",
     "HeteroFSDPStrategy": "strategies",
     "HeteroPipelineStrategy": "strategies",
     "Rebalance": "strategies",
@@ -49,6 +55,7 @@ _LATER = {
 
 _STRATEGIES = {
     "hetero_fsdp": ("HeteroFSDPStrategy", "FSDP2 with batch shares by measured speed"),
+    "hetero_auto": ("HeteroAutoStrategy", "hetero_fsdp or hetero_pipe, whichever is predicted faster"),
     "hetero_pipe": ("HeteroPipelineStrategy", "a model cut into pipeline stages by measured time and memory"),
 }
 """names for ``Trainer(strategy=...)``"""
@@ -79,6 +86,6 @@ def _discover(*, dtype: str, measure_speed: bool, measure_links: bool) -> Cluste
 
 
 if find_spec("torch") is not None and find_spec("lightning") is not None:
-    __all__ += ["EmulatedDevices", "HeteroFSDPStrategy", "HeteroPipelineStrategy", "Rebalance"]
+    __all__ += ["EmulatedDevices", "HeteroAutoStrategy", "HeteroFSDPStrategy", "HeteroPipelineStrategy", "Rebalance"]
     discovery.register(_discover)
     after_import("lightning.pytorch", _register_strategies)

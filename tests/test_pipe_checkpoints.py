@@ -45,7 +45,7 @@ class Kept(Small):
 
     def __init__(self) -> None:
         super().__init__()
-        self.temperature = nn.Parameter(torch.ones(()))
+        self.temperature = nn.Parameter(torch.ones(1))
         self.register_buffer("steps", torch.zeros(()))
         self.register_buffer("centre", torch.zeros(CLASSES))
         self.model[1].register_buffer("scale", torch.full((8,), 2.0))

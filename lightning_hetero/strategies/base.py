@@ -40,6 +40,24 @@ _PRECISION_NAMES = {
 }
 
 
+_ADOPTED = (
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "precision_plugin",
+    "num_nodes",
+    "cluster",
+    "_backend",
+    "_checkpoint_io",
+    "_launcher",
+    "_layer_sync",
+    "_lightning_module",
+    "_timeout",
+    "_watch",
+)
+"""what a strategy has from its Trainer and its start"""
+
+
 class HeteroStrategy(ParallelStrategy):
     """Base of the strategies; not to be used by itself.
 
@@ -195,6 +213,17 @@ class HeteroStrategy(ParallelStrategy):
                 f"cluster {self.cluster.name!r} has {self.cluster.world_size} devices, but {self.world_size} ranks "
                 "were started: one rank per device; change the cluster file or the launcher's number of processes"
             )
+        self.environment_is_there()
+
+    def environment_is_there(self) -> None:
+        """Hear that the process group is up."""
+
+    def adopt(self, other: HeteroStrategy) -> None:
+        """Take over the processes that ``other`` has started, its devices and its module, before any set-up."""
+        for name in _ADOPTED:
+            setattr(self, name, getattr(other, name))
+        other._watch = None
+        self.environment_is_there()
 
     def _share_cores(self) -> None:
         """Give each rank its part of the node's cores.

@@ -56,7 +56,7 @@ class Companions:
         fitting = trainer.state.fn == TrainerFn.FITTING
         problems = []
         for callback in trainer.callbacks:
-            problem = _problem(callback) or (self._model_problem(callback) if fitting else None)
+            problem = callback_problem(callback) or (self._model_problem(callback) if fitting else None)
             if problem:
                 problems.append(f"{type(callback).__name__}: {problem}")
         try:
@@ -128,7 +128,8 @@ class Companions:
         callback_adapter.give_search_mean_losses(self._module.trainer, self._strategy.mean_of_losses)
 
 
-def _problem(callback: pl.Callback) -> str | None:
+def callback_problem(callback: pl.Callback) -> str | None:
+    """Why no strategy can work with a callback, and what to do; None where it can."""
     if isinstance(callback, BatchSizeFinder):
         return (
             "it tries batches until one device is out of memory, and Lightning runs it on one device only; here shares "

@@ -215,6 +215,9 @@ class HeteroFSDPStrategy(CheckpointHooks, FSDPSteps):
         if self.options.cpu_offload and self.root_device.type == "cuda" and self._backend is None:
             self._backend = "cpu:gloo,cuda:nccl"  # what is on the host is reduced there, such as a norm
         super().setup_environment()
+
+    def environment_is_there(self) -> None:
+        """Give ``configure_model`` its device mesh."""
         assert self.lightning_module is not None
         self._stops = self._stop_agreement()
         mesh = init_device_mesh(

@@ -47,6 +47,7 @@ __all__ = [
     "set_up_data",
     "train_loaders",
     "trainer_arguments",
+    "use_strategy",
     "users_samplers_kept",
     "weigh_logged_values",
     "with_index_tracking",
@@ -462,6 +463,14 @@ def evaluation_loader(trainer: pl.Trainer) -> Any:
 def _evaluation_loop(trainer: pl.Trainer) -> Any:
     loops: dict[Any, Any] = {TrainerFn.VALIDATING: trainer.validate_loop, TrainerFn.TESTING: trainer.test_loop}
     return loops.get(trainer.state.fn, trainer.predict_loop)
+
+
+def use_strategy(trainer: pl.Trainer, strategy: Any) -> None:
+    """Let ``trainer`` go on with another strategy, which has taken over the first one's processes.
+
+    ``Trainer.strategy`` reads the accelerator connector's attribute and has no setter.
+    """
+    trainer._accelerator_connector.strategy = strategy
 
 
 def forget_train_dataloader(trainer: pl.Trainer) -> None:

@@ -25,7 +25,7 @@ from lightning_hetero.strategies.arguments import read_costs
 from lightning_hetero.strategies.instruments import Instruments
 from lightning_hetero.strategies.loss_weight import LossWeight, loss_weight_problems
 from lightning_hetero.strategies.pipe import planning
-from lightning_hetero.strategies.pipe.arguments import pipeline_problems, read_plan
+from lightning_hetero.strategies.pipe.arguments import pipeline_problems, read_plan, refused_callbacks
 from lightning_hetero.strategies.pipe.assembly import Assembly
 from lightning_hetero.strategies.pipe.checkpoints import PipeCheckpoints
 from lightning_hetero.strategies.pipe.loaders import PipeLoaders
@@ -68,6 +68,8 @@ class HeteroPipelineStrategy(PipeSteps):
         HeteroError: listing every argument that is no valid one.
     """
 
+    strategy_name = "hetero_pipe"
+
     def __init__(
         self,
         cluster: Cluster | str | Path | None = None,
@@ -101,10 +103,22 @@ class HeteroPipelineStrategy(PipeSteps):
         self.costs = read_costs(costs)
         self.unit_costs: ModelCosts | None = None
         """what the plan was made from, unit by unit of the chain"""
+        self._basis: planning.Basis | None = None
         self._users_loss_weight = loss_weight
         self._summary = summary
         self.loaders = PipeLoaders(self, global_batch_size)
         self._checkpoints: PipeCheckpoints = PipeCheckpoints(self, weights_only)  # type: ignore[assignment]
+
+    # -- processes ---------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Refuse callbacks that cannot work, then start the process group."""
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        raise_all(
+            UnsupportedError, "hetero_pipe cannot work with these callbacks", refused_callbacks(trainer.callbacks)
+        )
+        super().setup_environment()
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
@@ -147,6 +161,14 @@ class HeteroPipelineStrategy(PipeSteps):
                 "callback out, or the devices would be slowed twice"
             )
 
+    def find_basis(self, trainer: pl.Trainer, module: pl.LightningModule) -> planning.Basis:
+        """Measure what a plan is made from, and keep it for the plan (a collective); ``hetero_auto`` asks first."""
+        name, model, chain = find_model(module, self._module_name)
+        if self.cluster is None:
+            self.cluster = self.broadcast(Cluster.discover())
+        self._basis = planning.find_basis(self, trainer, Placement(module, name, model, chain))
+        return self._basis
+
     def _assemble(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Plan, and keep what the plan gives this rank."""
         assert self.cluster is not None
@@ -161,7 +183,9 @@ class HeteroPipelineStrategy(PipeSteps):
         parameters = sum(p.numel() for p in model.parameters())
         self._model_key = ModelKey(type(module).__name__, parameters)
         if self._given_plan is None:
-            self.plan, self.unit_costs = planning.make_plan(self, trainer, placement)
+            basis = self._basis or planning.find_basis(self, trainer, placement)
+            self.unit_costs = basis.costs
+            self.plan = planning.make_plan(self, basis)
             said = f"hetero_pipe: {self.cluster.describe()}; {planning.describe(self.plan)}"
             rank_zero_info(said)
         assert self.plan is not None

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder
+
 from lightning_hetero.errors import PlanError
 from lightning_hetero.plan import PipelinePlan
 from lightning_hetero.schedule import SCHEDULES
+from lightning_hetero.strategies.callback_adapter import AVERAGING
+from lightning_hetero.strategies.companions import callback_problem
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,22 @@ def pipeline_problems(options: PipelineOptions, module: Any, global_batch_size: 
             for name in names
             if getattr(options, name) != "auto"
         ]
+    return problems
+
+
+def refused_callbacks(callbacks: Iterable[pl.Callback]) -> list[str]:
+    """Callbacks that a pipeline cannot run, each with the reason and what to do."""
+    problems = []
+    for callback in callbacks:
+        problem = callback_problem(callback)
+        if isinstance(callback, AVERAGING):
+            problem = "it averages a copy of the whole model, and each rank has a part: use hetero_fsdp"
+        elif isinstance(callback, BaseFinetuning):
+            problem = "it changes what is trained by the whole model's parameters: use hetero_fsdp"
+        elif isinstance(callback, LearningRateFinder):
+            problem = "it trains on and restores the whole model, of which each rank has a part: find the rate before"
+        if problem:
+            problems.append(f"{type(callback).__name__}: {problem}")
     return problems
 
 

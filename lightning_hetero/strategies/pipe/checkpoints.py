@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import CheckpointIO
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
 from lightning_hetero import checkpoint as state_io
@@ -44,7 +48,7 @@ class PipeCheckpoints:
         assert module is not None
         state = module.state_dict()
         owners = self._owners()
-        found = {name: self._whole(value, owners.get(name, (0,))) for name, value in state.items()}
+        found = {name: self._whole(value, owners.get(name) or (0,)) for name, value in state.items()}
         return found if self._strategy.is_global_zero else {}
 
     def _owners(self) -> Mapping[str, tuple[int, ...]]:
@@ -108,19 +112,18 @@ class PipeCheckpoints:
             strategy.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def load(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        """Read a checkpoint of one file; every rank reads it and takes its own later."""
+        """Read a checkpoint of one file, or hetero_fsdp's folder; every rank reads it and takes its own later."""
         strategy = self._strategy
         path = strategy.broadcast(path)
         if "://" not in str(path):
             path = swap.find(Path(path))
-        if state_io.is_sharded(Path(path)):
-            raise HeteroError(
-                f"checkpoint {path} is a folder of shards, which hetero_pipe does not read: load it with hetero_fsdp "
-                "and save it as one file (save_distributed_checkpoint=False)"
-            )
         weights_only = weights_only if weights_only is not None else self._weights_only
+        assert strategy.lightning_module is not None
         try:
-            state = strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+            if state_io.is_sharded(Path(path)):
+                state = read_folder(Path(path), strategy.lightning_module, weights_only)
+            else:
+                state = strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         except pickle.UnpicklingError as error:
             raise HeteroError(
                 f"checkpoint {path} holds more than tensors and plain values. If you trust it, pass "
@@ -152,6 +155,67 @@ class PipeCheckpoints:
             own = {n for n, parameter in zip(numbers, parameters, strict=False) if not parameter.is_meta}
             kept = {number: values for number, values in state["state"].items() if number in own}
             optimizer.load_state_dict({"state": kept, "param_groups": state["param_groups"]})
+
+
+def read_folder(path: Path, module: nn.Module, weights_only: bool | None) -> dict[str, Any]:
+    """Read what a rank has from a folder that hetero_fsdp wrote, in the form of one file.
+
+    Args:
+        path: the folder, on a file system that all ranks see.
+        module: of this rank; tensors that are on the meta device here are not read.
+        weights_only: as for ``torch.load``.
+    """
+    metadata = FileSystemReader(path).read_metadata()
+    own = {name for name, tensor in _named_tensors(module) if not tensor.is_meta}
+    wanted: dict[str, Any] = {}
+    found: dict[tuple[Any, ...], Any] = {}  # by the way to it: ("optimizer_0", "state", name, "exp_avg")
+    for key, way in metadata.planner_data.items():
+        entry = metadata.state_dict_metadata[key]
+        if not isinstance(entry, TensorStorageMetadata):
+            wanted[key] = None
+            continue
+        has_values = way[-1 if way[0] == "state_dict" else 2] in own
+        empty = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu" if has_values else "meta")
+        found[way] = empty
+        if has_values:
+            wanted[key] = empty
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled", category=UserWarning
+        )  # as it is to be
+        load(wanted, storage_reader=FileSystemReader(path), no_dist=True)
+    found |= {way: wanted[key] for key, way in metadata.planner_data.items() if key in wanted}
+    rest: dict[str, Any] = torch.load(path / state_io.METADATA, map_location="cpu", weights_only=weights_only)
+    optimizers = sorted({way[0] for way in found if way[0] != "state_dict"})
+    return {
+        **rest,
+        "state_dict": {way[1]: value for way, value in found.items() if way[0] == "state_dict"},
+        "optimizer_states": [_numbered(found, optimizer) for optimizer in optimizers],
+    }
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _numbered(found: Mapping[tuple[Any, ...], Any], optimizer: str) -> dict[str, Any]:
+    """An optimizer's state as torch's own, by parameter number, from one by name."""
+    groups: dict[int, dict[str, Any]] = {}
+    values: dict[str, dict[str, Any]] = {}
+    for (kind, part, *inner), value in found.items():
+        if kind == optimizer and part == "param_groups":
+            groups.setdefault(inner[0], {})[inner[1]] = value
+        elif kind == optimizer:
+            values.setdefault(inner[0], {})[inner[1]] = value
+    names = [name for index in sorted(groups) for name in groups[index]["params"]]
+    at = 0
+    for index in sorted(groups):
+        count = len(groups[index]["params"])
+        groups[index]["params"] = list(range(at, at + count))
+        at += count
+    state = {number: values[name] for number, name in enumerate(names) if name in values}
+    return {"state": state, "param_groups": [groups[index] for index in sorted(groups)]}
 
 
 def _on_cpu(values: Any) -> Any:

@@ -82,8 +82,9 @@ class Hand:
                 flat = torch.empty(sum(member.numel() for member in members), dtype=dtype)
             dist.broadcast(flat, self._reader, group=self._group)
             if not self.reads:
-                for member, part in zip(members, flat.split([m.numel() for m in members]), strict=True):
-                    member.set_(part.view_as(member))  # no copy
+                parts = torch.split(flat, [member.numel() for member in members])
+                for member, part in zip(members, parts, strict=True):
+                    member.set_(part.view_as(member))  # type: ignore[call-overload]  # no copy
 
 
 class _Slot:

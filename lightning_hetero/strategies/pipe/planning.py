@@ -35,9 +35,10 @@ from lightning_hetero.strategies.untouched import untouched
 if TYPE_CHECKING:
     from lightning_hetero.strategies.pipeline import HeteroPipelineStrategy
 
-__all__ = ["PipelineOptions", "describe", "make_plan", "merge_units"]
+__all__ = ["Basis", "PipelineOptions", "describe", "find_basis", "make_plan", "merge_units"]
 
 _REPEATS = 3
+_SIZES = (1, 4, 16)  # samples that are measured: a line through small sizes alone would carry their noise far
 _SAMPLES = 2  # of the batch from which shapes are learned
 _DTYPES = {"64-true": "float64", "bf16-true": "bfloat16", "16-true": "float16"}
 
@@ -77,17 +78,39 @@ class CalledAs(nn.Module):
         return self.model(*args, **kwargs)
 
 
-def make_plan(
-    strategy: HeteroPipelineStrategy, trainer: pl.Trainer, placement: Placement
-) -> tuple[PipelinePlan, ModelCosts]:
-    """Measure or look up what units take, and plan (a collective).
+@dataclass(frozen=True)
+class Basis:
+    """What a plan is made from.
 
-    Returns:
-        The plan, and the costs of the chain's units that it was made from.
+    Args:
+        costs: of the chain's units.
+        cluster: with a type of its own for each device that measured otherwise than its type.
+        training: global batch, precision, optimizer.
+    """
+
+    costs: ModelCosts
+    cluster: Cluster
+    training: Training
+
+
+def make_plan(strategy: HeteroPipelineStrategy, basis: Basis) -> PipelinePlan:
+    """The pipeline plan for what was measured (a collective).
 
     Raises:
         InfeasibleError: if no plan fits, with what would.
     """
+    arguments = strategy.options.for_planner()
+    cluster, costs, training = basis.cluster, basis.costs, basis.training
+    found = strategy.broadcast(_plan_on_rank_0(strategy, cluster, costs, training, arguments))
+    if isinstance(found, Exception):
+        raise found
+    plan: PipelinePlan = found
+    assert strategy.cluster is not None
+    return replace(plan, device_types=strategy.cluster.device_types(), model=None)
+
+
+def find_basis(strategy: HeteroPipelineStrategy, trainer: pl.Trainer, placement: Placement) -> Basis:
+    """Measure or look up what units take (a collective)."""
     cluster = strategy.cluster
     assert cluster is not None
     lightning_adapter.set_up_data(trainer)
@@ -104,11 +127,7 @@ def make_plan(
         costs, planning_cluster = _measured(strategy, placement, call, dtype, batch_size)
     optimizer = _optimizer_name(strategy, trainer)
     training = Training(batch_size, precision=precision, optimizer=optimizer)
-    arguments = strategy.options.for_planner()
-    plan = strategy.broadcast(_plan_on_rank_0(strategy, planning_cluster, costs, training, arguments))
-    if isinstance(plan, Exception):
-        raise plan
-    return replace(plan, device_types=cluster.device_types(), model=None), costs
+    return Basis(costs, planning_cluster, training)
 
 
 def _plan_on_rank_0(
@@ -216,7 +235,7 @@ def _measured(
         call.tensors(),
         dtype=dtype,
         device=strategy.root_device,
-        micro_batches=sorted({1, 2, max(1, min(4, batch_size // max(1, strategy.world_size)))}),
+        micro_batches=sorted({min(size, batch_size) for size in _SIZES}),
         repeats=_REPEATS,
         loss=_loss,
         emulated=emulated,
