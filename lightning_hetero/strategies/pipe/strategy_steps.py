@@ -42,6 +42,12 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
+_BY_ITSELF = (
+    "a rank of a pipeline has its own stages' parameters alone. Use an optimizer that takes each parameter by itself, "
+    "such as AdamW"
+)
+
+
 class PipeSteps(CheckpointHooks, HeteroStrategy):
     """What runs; set-up and planning are the subclass's."""
 
@@ -65,7 +71,7 @@ class PipeSteps(CheckpointHooks, HeteroStrategy):
         self._accumulated = False
         self._evaluated = 0
         self._loop_samples = self._batch_samples = 0
-        self._is_alone = False
+        self._is_alone = self._has_run = False
         self._whole_evaluation = False  # whether outputs of parts of a batch cannot be put together
         self.summaries: list[PipeSummary] = []
 
@@ -196,16 +202,38 @@ class PipeSteps(CheckpointHooks, HeteroStrategy):
                 moved.append(super().batch_to_device(each, device, dataloader_idx))
         return moved
 
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make the optimizers, and refuse those that a stage cannot run on its own parameters."""
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            if "multiple optimizers" not in str(error):
+                raise
+            # Lightning's own advice is manual optimization
+            raise UnsupportedError(
+                "configure_optimizers returned several optimizers, which needs manual optimization, and hetero_pipe "
+                "cannot run that: use one optimizer with parameter groups, or hetero_fsdp"
+            ) from error
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self.optimizers):
+            raise UnsupportedError(
+                f"LBFGS works on all parameters as one vector and runs the step again and again: {_BY_ITSELF}"
+            )
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Note what the step before took."""
         busy_s = self.instruments.timer.take_s()
         self._recorder.begin_step(busy_s, comparable=self._full_steps[0] and batch_idx > 0)
         self.instruments.at_step(self._trainer.global_step)
-        self._batch = batch
+        self._batch, self._has_run = batch, False
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the pipeline's schedule; return the loss of the global batch, whose backward hands out the gradients."""
         batches = self._batch if isinstance(self._batch, MicroBatches) else MicroBatches([self._batch])
+        if self._has_run:
+            raise UnsupportedError(
+                f"the optimizer runs its closure more than once a step, as SAM and line searches do: {_BY_ITSELF}"
+            )
+        self._has_run = True
         sizes = self.loaders.train_sizes.popleft()
         self._full_steps = (self._full_steps[1], sum(sizes) == self.global_batch_size)
         # a collective, for ranks that stay idle as well
