@@ -211,6 +211,7 @@ def run_pipeline(fit: PipeFit, plan: PipelinePlan | None = None) -> dict[str, An
         "metrics": metrics,
         "executed": [str(action) for action in executed],
         "state": module.state_dict(),
+        "rank": strategy.global_rank,
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,11 +31,18 @@ class Rehearsal:
         call: with what it is called.
         device: where it runs.
         generator: of the random inputs, on ``device``; on meta there is none.
+        around: makes a context around each timed forward and backward, given the samples.
     """
 
     def __init__(
-        self, module: nn.Module, call: UnitCall, device: torch.device, generator: torch.Generator | None = None
+        self,
+        module: nn.Module,
+        call: UnitCall,
+        device: torch.device,
+        generator: torch.Generator | None = None,
+        around: Callable[[int], AbstractContextManager[object]] = nullcontext,
     ) -> None:
+        self._around = around
         self.module = module
         self.call = call
         self.device = device
@@ -55,7 +63,8 @@ class Rehearsal:
             args, kwargs = self.call.arguments(lambda shape: self._random(shape, samples))
             began_s = time.perf_counter()
             for repeat in range(_WARM_UP + repeats):
-                forward, backward = self._once(args, kwargs)
+                with self._around(samples):
+                    forward, backward = self._once(args, kwargs)
                 if repeat >= _WARM_UP:
                     forward_s.append(forward)
                     backward_s.append(backward)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -176,7 +176,9 @@ class _Runs:
         generator = torch.Generator(self.device).manual_seed(index)
         module = materialise(self.units[index].module, self.device, self.dtype, generator)
         module.train(self.units[index].module.training)
-        rehearsal = Rehearsal(module, self.counted.calls.first[index], self.device, generator)
+        emulation = self._emulation(module)
+        around = nullcontext if emulation is None else lambda samples: emulation.step(samples=samples)
+        rehearsal = Rehearsal(module, self.counted.calls.first[index], self.device, generator, around)
         points: list[TimingPoint] = []
         more = 0
         try:
@@ -184,8 +186,7 @@ class _Runs:
                 step(done, samples)
                 try:
                     more = (rehearsal.kept_bytes(samples) - self._kept_on_meta(index, samples)) // samples
-                    with self._behaving(module, samples):
-                        points.append(rehearsal.time(samples, self.repeats))
+                    points.append(rehearsal.time(samples, self.repeats))
                 except torch.OutOfMemoryError as error:
                     problem = f"unit {self.units[index].name!r} with {samples} samples does not fit {self.device}"
                     if not points:
@@ -193,24 +194,20 @@ class _Runs:
                     remark(f"{problem}: the sizes from {samples} on are left out")
                     break
         finally:
+            if emulation is not None:
+                emulation.stop()
             del rehearsal, module
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
         return _Measured(tuple(points), more)
 
-    @contextmanager
-    def _behaving(self, module: nn.Module, samples: int) -> Iterator[None]:
-        """Behave like the emulated device, where there is one."""
+    def _emulation(self, module: nn.Module) -> Emulation | None:
+        """What makes a unit take as long as on the emulated device, where there is one."""
         if self._emulated is None:
-            yield
-            return
+            return None
         emulation = Emulation(self._emulated, 0, [Unit("unit", module, True)], account_memory=False)
         emulation.start(module)
-        try:
-            with emulation.step(samples=samples):
-                yield
-        finally:
-            emulation.stop()
+        return emulation
 
     def _kept_on_meta(self, index: int, samples: int) -> int:
         """What the unit by itself keeps on meta: in the model it may keep more of its inputs, or less."""
