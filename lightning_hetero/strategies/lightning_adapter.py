@@ -378,6 +378,7 @@ class _OwnIndices(_IndexBatchSamplerWrapper):
 
     def __init__(self, batch_sampler: Any, has_samples: Callable[[int], bool]) -> None:
         super().__init__(batch_sampler)
+        self.seen_batch_indices = []  # Lightning makes it when iterated, and not every rank of a pipeline reads
         self._has_samples = has_samples
 
     def __next__(self) -> list[int]:
