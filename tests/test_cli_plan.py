@@ -5,14 +5,12 @@ from dataclasses import replace
 import pytest
 
 from lightning_hetero.cli import main
-from lightning_hetero.cli import plan as cli_plan
 from lightning_hetero.cli.plan import plan_with
 from lightning_hetero.cluster import Cluster, Device, Link
 from lightning_hetero.costs import ModelCosts, TimingPoint, UnitCost, UnitTiming
 from lightning_hetero.models.gpt import GPTConfig
 from lightning_hetero.models.presets import PRESETS, Preset
 from lightning_hetero.plan import PipelinePlan, ShardPlan
-from lightning_hetero.plan.runnable import not_runnable_yet
 from lightning_hetero.planner.even import even_pipeline_plan, even_shard_plan
 from lightning_hetero.planner.training import Training
 from tests import cli_runs
@@ -82,7 +80,6 @@ def test_a_pipeline_plan_against_the_even_one(files, capsys):
     assert plan.predicted_step_s <= even.predicted_step_s
     shown = capsys.readouterr().out
     assert "hetero_pipe of toy on mixed" in shown
-    assert "mind: this plan cannot be run yet: pipelines are planned, and not run yet" in shown
 
 
 def test_auto_takes_the_faster_and_says_why(files, capsys):
@@ -93,14 +90,6 @@ def test_auto_takes_the_faster_and_says_why(files, capsys):
     assert f"{best.strategy} is taken: " in shown
     kind = ShardPlan if best.strategy == "hetero_fsdp" else PipelinePlan
     assert kind.load(files / "plan.json").predicted_step_s == pytest.approx(best.step_s)
-
-
-def test_a_plan_that_can_be_run_is_preferred_to_one_about_as_fast(monkeypatch):
-    shards, pipes = (plan_with(name, CLUSTER, COSTS, TRAINING)[0] for name in ("hetero_fsdp", "hetero_pipe"))
-    for slower, expected in ((1.005, "hetero_fsdp"), (1.02, "hetero_pipe")):
-        again = replace(shards.plan, predicted_step_s=pipes.step_s * slower)
-        monkeypatch.setitem(cli_plan._PLANNERS, "hetero_fsdp", lambda *args, plan=again: replace(shards, plan=plan))
-        assert plan_with("auto", CLUSTER, COSTS, TRAINING)[0].strategy == expected
 
 
 def test_the_plan_that_is_explained_is_the_one_that_is_written(files, capsys):
@@ -199,31 +188,6 @@ def test_a_device_of_unknown_speed_is_not_guessed(files, capsys):
     message = failed(files, capsys)
     assert "device type 'other' has no measured seconds for 8 of 8 units" in message
     assert "profile the model on it" in message
-
-
-def test_a_shard_plan_that_can_be_run_is_not_said_to_be_none(files, capsys):
-    one_group = [replace(device, speed_flops_per_s=None) for device in CLUSTER.devices]
-    Cluster("linked", tuple(one_group), Link(1e15, 0), Link(1e15, 0)).to_yaml(files / "cluster.yaml")
-    assert run(files, "--strategy", "hetero_fsdp") == 0
-    plan = ShardPlan.load(files / "plan.json")
-    shown = capsys.readouterr().out
-    assert ("cannot be run yet" in shown) == bool(not_runnable_yet(plan))
-
-
-def test_shard_plans_can_be_run_and_pipelines_not_yet():
-    odd = ShardPlan(
-        4,
-        (2, 2),
-        ((0,), (1,)),
-        ("a", "a"),
-        modes=("NO_SHARD", "FULL_SHARD"),
-        micro_batches=(2, 1),
-        micro_batch_sizes=(1, 2),
-        activation_checkpointing=(False, True),
-    )
-    assert not_runnable_yet(odd) == []
-    pipeline = plan_with("hetero_pipe", CLUSTER, COSTS, TRAINING)[0].plan
-    assert "pipelines are planned, and not run yet" in not_runnable_yet(pipeline)[0]
 
 
 @pytest.mark.parametrize(("measured", "is_said"), [(1, True), (4, False)])

@@ -13,7 +13,6 @@ from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import ModelCosts
 from lightning_hetero.errors import HeteroError, InfeasibleError
 from lightning_hetero.plan import PipelinePlan, ShardPlan
-from lightning_hetero.plan.runnable import not_runnable_yet
 from lightning_hetero.planner.even import even_pipeline_plan, even_shard_plan
 from lightning_hetero.planner.pipeline import PipelineSearch, plan_pipeline, search_pipeline
 from lightning_hetero.planner.shard import plan_shard, search_shard
@@ -42,8 +41,8 @@ examples:
   lightning-hetero plan --cluster cluster.yaml --model vit_5b --precision bf16-true --strategy hetero_pipe \\
       --global-batch 512 --out plan.json
 
-Trainer(strategy=HeteroFSDPStrategy(plan="plan.json")) trains a model of that name and size by a shard plan; pipelines
-can be planned, and not run yet, and what is printed says so. The file may be edited by hand, and is checked when it is
+Trainer(strategy=HeteroFSDPStrategy(plan="plan.json")) trains a model of that name and size by a shard plan,
+HeteroPipelineStrategy(plan="plan.json") by one of pipelines. The file may be edited by hand, and is checked when it is
 read."""
 
 _COMPUTE = {"64-true": "float64", "bf16-true": "bfloat16", "16-true": "float16"}
@@ -144,7 +143,6 @@ def run(options: argparse.Namespace) -> int:
     misfits = _misfits(planned.even, cluster)
     lines = plan_lines(plan, planned.even, misfit=bool(misfits)) + misfits + rejected
     lines += notes + _unmeasured(costs, cluster) + _beyond_measured(plan, costs, cluster)
-    lines += [f"mind: this plan cannot be run yet: {why}" for why in not_runnable_yet(plan)]
     if options.explain:
         screen.print(tried_table(explanation))
         lines += explanation_lines(explanation)
@@ -188,10 +186,6 @@ def plan_with(
     if not planned:
         raise InfeasibleError("\n".join(f"{name}: {error}" for name, error in refused.items()))
     best = min(planned, key=lambda each: each.step_s)
-    runnable = [each for each in planned if not not_runnable_yet(each.plan)]
-    if best not in runnable:
-        # about as fast, and it can be run
-        best = next((each for each in runnable if each.step_s <= best.step_s * (1 + _ABOUT_AS_FAST)), best)
     said = [
         f"{best.strategy} is taken: {format_seconds(best.step_s)} a step against {format_seconds(each.step_s)} of "
         f"{each.strategy}, {each.step_s / best.step_s:.2f} x as fast"
@@ -228,9 +222,6 @@ _SEARCHES: dict[str, Callable[[Cluster, ModelCosts, Training], ShardSearch | Pip
     "hetero_fsdp": search_shard,
     "hetero_pipe": search_pipeline,
 }
-
-_ABOUT_AS_FAST = 0.01
-"""by which share of a step a plan may be slower and still be preferred, since it can be run"""
 
 _EXPLAINING = "looking for what would help"
 

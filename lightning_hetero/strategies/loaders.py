@@ -16,10 +16,9 @@ from lightning_hetero.data import (
     default_seed,
     with_batch_sampler,
 )
-from lightning_hetero.errors import DataError, UnsupportedError, raise_all
+from lightning_hetero.errors import DataError, UnsupportedError
 from lightning_hetero.kept import KeptLoader, SizedKeptLoader
 from lightning_hetero.plan import ModelKey
-from lightning_hetero.plan.runnable import not_runnable_yet
 from lightning_hetero.strategies import lightning_adapter
 
 if TYPE_CHECKING:
@@ -56,7 +55,6 @@ class Loaders:
         if plan is None:
             return
         plan.validate(cluster=cluster, model=model)
-        raise_all(UnsupportedError, "hetero_fsdp cannot run this plan", not_runnable_yet(plan))
         if self._asked is not None and self._asked != plan.global_batch_size:
             raise DataError(
                 f"global_batch_size={self._asked}, but the plan was made for {plan.global_batch_size}: leave one out"

@@ -189,7 +189,7 @@ class HeteroPipelineStrategy(PipeSteps):
             said = f"hetero_pipe: {self.cluster.describe()}; {planning.describe(self.plan)}"
             rank_zero_info(said)
         assert self.plan is not None
-        self.plan.validate(cluster=self.cluster)
+        self.plan.validate(cluster=self.cluster, model=self._model_key)
         self.loaders.use_plan(self.plan)
         module.__dict__[_PLACED] = id(self)
         self._assembly = Assembly(
