@@ -291,7 +291,9 @@ def reference(fit: PipeFit) -> dict[str, Any]:
                 batch = tuple(torch.stack(column) for column in zip(*rows, strict=True))
                 draws[0] = Draws(1, step, number)
                 draws[0].begin_step()
-                loss = module.training_step(batch, step) * (len(part) / len(indices))
+                with torch.autocast("cpu", torch.bfloat16, enabled=fit.precision == "bf16-mixed"):
+                    loss = module.training_step(batch, step)
+                loss = loss * (len(part) / len(indices))
                 (loss / fit.accumulate).backward()
                 total += float(loss.detach())
             losses.append(total)
