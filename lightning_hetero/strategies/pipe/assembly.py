@@ -111,7 +111,7 @@ class Assembly:
 
     def _gradients(self, owners: dict[str, tuple[int, ...]], make_group: MakeGroup) -> OwnedGradients:
         root = self.placement.root
-        named = {name: p for name, p in root.named_parameters() if p.requires_grad}
+        named = dict(root.named_parameters())  # the frozen too: they may be freed later
         prefix = f"{self.placement.prefix}."
         units_of = {name: owners.get(name, ()) if name.startswith(prefix) else () for name in named}
         sizes = {name: parameter.numel() for name, parameter in named.items()}
@@ -148,8 +148,7 @@ class Assembly:
             own |= {id(parameters[n]): parameters[n] for n in self.placement.names_of_unit[unit] if n in parameters}
         if stage == len(self.own.stages) - 1:
             own |= {id(p): p for p in self.placement.outside.values()}  # what the loss uses
-        wanted = [parameter for parameter in own.values() if parameter.requires_grad]
-        return Stage(stage, units, names, wanted, self.own.stages[stage].activation_checkpointing)
+        return Stage(stage, units, names, own.values(), self.own.stages[stage].activation_checkpointing)
 
 
 def borders_in_chain(plan: PipelinePlan, pipeline: Pipeline, placement: Placement) -> tuple[tuple[int, int], ...]:

@@ -90,9 +90,9 @@ class OwnedGradients:
 
     def _begin_sum(self, owners: tuple[int, ...]) -> None:
         self._begun.add(owners)
-        self._works += _sums(
-            {name: self._parameters[name].grad for name in self._shared[owners]}, self._parameters, self._groups[owners]
-        )
+        trained = [name for name in self._shared[owners] if self._parameters[name].requires_grad]
+        gradients = {name: self._parameters[name].grad for name in trained}
+        self._works += _sums(gradients, self._parameters, self._groups[owners])
 
     def present(self, names: Iterable[str]) -> frozenset[str]:
         """Those of ``names`` that have a gradient now."""

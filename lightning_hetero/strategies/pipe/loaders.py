@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_hetero.data import UnevenLoader, batch_size_of, can_be_split, default_seed, with_batch_sampler
@@ -45,6 +45,7 @@ class PipeLoaders:
         self.train: UnevenLoader | WholeBatches | None = None
         self._made: list[UnevenLoader] = []
         self._plan: PipelinePlan | None = None
+        self._made_for_evaluation = False  # without knowing what global batch a fit has
         self.train_sizes: deque[tuple[int, ...]] = deque()
         self.eval_sizes: deque[tuple[int, ...]] = deque()
 
@@ -60,6 +61,9 @@ class PipeLoaders:
             )
         self._plan = plan
         self.global_batch_size = plan.global_batch_size
+        module = self.strategy.lightning_module
+        fitting = module is None or module.trainer.state.fn == TrainerFn.FITTING
+        self._made_for_evaluation = not (fitting or self.strategy.plan_is_given or self._asked is not None)
 
     def process(self, loader: Any) -> Any:
         """Return what Lightning is to iterate in place of ``loader``."""
@@ -83,12 +87,17 @@ class PipeLoaders:
         strategy = self.strategy
         size = cast(BatchSampler, loader.batch_sampler).batch_size * strategy.world_size
         if not evaluating:
+            if self._made_for_evaluation and size != self.global_batch_size:
+                raise DataError(
+                    "the model was cut when it was evaluated, before it was known that its global "
+                    f"batch is to be {size}: pass global_batch_size={size} to the strategy, or fit first"
+                )
             size = self.global_batch_size = self.global_batch_size or size
         made = UnevenLoader(
             loader,
             rank=0,
             global_batch_size=size,
-            split=lambda samples: self.plan.split(samples),
+            split=self._shares,
             seed=default_seed(),
             announce=announce,
             agree=strategy.gather_numbers,
@@ -102,6 +111,10 @@ class PipeLoaders:
             tracked = lightning_adapter.with_index_tracking(sampler, sampler.has_samples)
             made.loader = with_batch_sampler(made.loader, tracked)
         return made
+
+    def _shares(self, samples: int) -> tuple[int, ...]:
+        # before there is a plan, it is made from an evaluation's first batch, whole
+        return (samples,) if self._plan is None else self._plan.split(samples)
 
     @property
     def plan(self) -> PipelinePlan:

@@ -119,7 +119,7 @@ class Stage:
             flight.halves = roots, into  # the first stage has nobody to send to: all is its second half's
             return {}
         leaves = [leaf for leaf in flight.leaves.values() if leaf is not None]
-        flight.halves = torch_adapter.backward_of_inputs(roots, into, leaves, self._parameters)
+        flight.halves = torch_adapter.backward_of_inputs(roots, into, leaves, self._trained())
         flight.handed_on, flight.loss = {}, None
         return _gradients_of(flight.leaves)
 
@@ -127,11 +127,14 @@ class Stage:
         """The second half: gradients of parameters."""
         flight = self._flights.pop(micro_batch)
         if flight.leaves:
-            torch_adapter.backward_of_weights(self._parameters, flight.halves)
+            torch_adapter.backward_of_weights(self._trained(), flight.halves)
             return
         roots, into = flight.halves
         if roots:
             torch.autograd.backward(roots, into)
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._parameters if parameter.requires_grad]
 
     def forget(self) -> None:
         """Drop what a step that failed has left."""

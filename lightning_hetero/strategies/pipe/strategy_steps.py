@@ -285,7 +285,9 @@ class PipeSteps(CheckpointHooks, HeteroStrategy):
             self.instruments,
             self.precision_plugin.forward_context,
         )
-        shapes = [("training", shapes_of(batch)) for batch in batches]
+        # what is frozen says which values want a gradient; every rank knows it, of its own parameters and of others'
+        trained = hash(tuple(parameter.requires_grad for parameter in module.parameters()))
+        shapes = [("training", trained, shapes_of(batch)) for batch in batches]
         schedule = assembly.plan.schedule_of(assembly.pipeline, wanted)
         try:
             assembly.runtime.run(schedule, work, shapes)
