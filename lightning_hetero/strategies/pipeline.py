@@ -29,7 +29,8 @@ from lightning_hetero.strategies.pipe.arguments import pipeline_problems, read_p
 from lightning_hetero.strategies.pipe.assembly import Assembly
 from lightning_hetero.strategies.pipe.checkpoints import PipeCheckpoints
 from lightning_hetero.strategies.pipe.loaders import PipeLoaders
-from lightning_hetero.strategies.pipe.placement import Placement, find_model, move
+from lightning_hetero.strategies.pipe.placement import Placement, move, size_of
+from lightning_hetero.strategies.pipe.splitting import Splitting
 from lightning_hetero.strategies.pipe.strategy_steps import PipeSteps
 from lightning_hetero.strategies.scaler import share_scaler
 from lightning_hetero.strategies.summary import StepRecorder
@@ -103,6 +104,7 @@ class HeteroPipelineStrategy(PipeSteps):
         self.costs = read_costs(costs)
         self.unit_costs: ModelCosts | None = None
         """what the plan was made from, unit by unit of the chain"""
+        self._splitting: Splitting | None = None
         self._basis: planning.Basis | None = None
         self._users_loss_weight = loss_weight
         self._summary = summary
@@ -163,10 +165,11 @@ class HeteroPipelineStrategy(PipeSteps):
 
     def find_basis(self, trainer: pl.Trainer, module: pl.LightningModule) -> planning.Basis:
         """Measure what a plan is made from, and keep it for the plan (a collective); ``hetero_auto`` asks first."""
-        name, model, chain = find_model(module, self._module_name)
         if self.cluster is None:
             self.cluster = self.broadcast(Cluster.discover())
-        self._basis = planning.find_basis(self, trainer, Placement(module, name, model, chain))
+        self.precision_plugin.convert_module(module)  # in place
+        self._splitting = Splitting(self, trainer, module, self._module_name)
+        self._basis = planning.find_basis(self, trainer, self._splitting.placement)
         return self._basis
 
     def _assemble(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -177,13 +180,11 @@ class HeteroPipelineStrategy(PipeSteps):
                 f"this {type(module).__name__} was cut by another hetero_pipe strategy: each rank has a part. "
                 "Build it anew and load a checkpoint, or go on with the same Trainer"
             )
-        name, model, chain = find_model(module, self._module_name)
         self.model = self.precision_plugin.convert_module(module)
-        placement = Placement(module, name, model, chain)
-        parameters = sum(p.numel() for p in model.parameters())
-        self._model_key = ModelKey(type(module).__name__, parameters)
+        splitting = self._splitting or Splitting(self, trainer, module, self._module_name)
+        self._model_key = ModelKey(type(module).__name__, size_of(splitting.placement.model))
         if self._given_plan is None:
-            basis = self._basis or planning.find_basis(self, trainer, placement)
+            basis = self._basis or planning.find_basis(self, trainer, splitting.placement)
             self.unit_costs = basis.costs
             self.plan = planning.make_plan(self, basis)
             said = f"hetero_pipe: {self.cluster.describe()}; {planning.describe(self.plan)}"
@@ -191,6 +192,7 @@ class HeteroPipelineStrategy(PipeSteps):
         assert self.plan is not None
         self.plan.validate(cluster=self.cluster, model=self._model_key)
         self.loaders.use_plan(self.plan)
+        placement = splitting.for_micro_batches(self.plan.micro_batch_size)
         module.__dict__[_PLACED] = id(self)
         self._assembly = Assembly(
             self.plan, placement, self.global_rank, self.root_device, self._make_group, self.gather_objects

@@ -201,6 +201,9 @@ def unit_with(name: str, placement: Placement) -> int | None:
     """The chain's unit that has a module of this name."""
     short = name.removeprefix(f"{placement.prefix}.")
     for index, unit in enumerate(placement.chain.units):
-        if short == unit.name or any(short == m or short.startswith(f"{m}.") for m in (*unit.modules, *unit.tensors)):
+        if short == unit.name or any(short == m or short.startswith(f"{m}.") for m in unit.modules):
             return index
+    for index, unit in enumerate(placement.chain.units):
+        if any(tensor == short or tensor.startswith(f"{short}.") for tensor in unit.tensors):
+            return index  # the first that has a part of it
     return None

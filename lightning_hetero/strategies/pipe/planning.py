@@ -18,7 +18,7 @@ from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import ModelCosts, UnitCost, UnitTiming
 from lightning_hetero.data import batch_size_of
 from lightning_hetero.errors import HeteroError, InfeasibleError, UnsupportedError
-from lightning_hetero.models.chains import find_chain
+from lightning_hetero.models.chains import find_chain, has_chain
 from lightning_hetero.models.inputs import class_loss
 from lightning_hetero.plan import PipelinePlan
 from lightning_hetero.planner.pipeline import plan_pipeline
@@ -44,7 +44,7 @@ _DTYPES = {"64-true": "float64", "bf16-true": "bfloat16", "16-true": "float16"}
 
 
 @dataclass(frozen=True)
-class _Call:
+class Call:
     """With what a step calls its model, tensors apart from the rest; what all ranks know of it."""
 
     structure: Any
@@ -52,6 +52,16 @@ class _Call:
 
     def tensors(self) -> list[Tensor]:
         return [torch.zeros(shape, dtype=dtype) for shape, dtype in self.shapes]
+
+    def arguments(self, samples: int, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of zeros with so many samples; floating-point ones of ``dtype``."""
+        learned = self.shapes[0][0][0] if self.shapes[0][0] else None
+        tensors = []
+        for shape, kind in self.shapes:
+            size = (samples, *shape[1:]) if shape and shape[0] == learned else shape
+            tensors.append(torch.zeros(size, dtype=dtype if kind.is_floating_point else kind))
+        args, kwargs = _filled(self.structure, tensors)
+        return args, kwargs
 
     @property
     def is_plain(self) -> bool:
@@ -113,11 +123,8 @@ def find_basis(strategy: HeteroPipelineStrategy, trainer: pl.Trainer, placement:
     """Measure or look up what units take (a collective)."""
     cluster = strategy.cluster
     assert cluster is not None
-    lightning_adapter.set_up_data(trainer)
+    call = find_call(strategy, trainer, placement.model, placement.prefix)
     batch_size = strategy.global_batch_size or strategy.world_size
-    call = strategy.broadcast(_call_of(strategy, trainer, placement) if strategy.is_global_zero else None)
-    if isinstance(call, str):
-        raise UnsupportedError(call)
     precision = strategy.precision_name()
     dtype = _DTYPES.get(precision, "float32")
     if strategy.costs is not None:
@@ -161,13 +168,27 @@ def _units(plan: PipelinePlan, units: tuple[int, int]) -> str:
 # -- what the model is called with -------------------------------------------------------------------------------------
 
 
-def _call_of(strategy: HeteroPipelineStrategy, trainer: pl.Trainer, placement: Placement) -> _Call | str:
+def find_call(strategy: HeteroPipelineStrategy, trainer: pl.Trainer, model: nn.Module, name: str) -> Call:
+    """With what a step calls the model, learned on rank 0 from the first samples (a collective).
+
+    Raises:
+        UnsupportedError: on all ranks, where the step does not call it.
+    """
+    lightning_adapter.set_up_data(trainer)
+    call = strategy.broadcast(_call_of(strategy, trainer, model, name) if strategy.is_global_zero else None)
+    if isinstance(call, str):
+        raise UnsupportedError(call)
+    found: Call = call
+    return found
+
+
+def _call_of(strategy: HeteroPipelineStrategy, trainer: pl.Trainer, model: nn.Module, name: str) -> Call | str:
     """Run the user's step on the first samples up to the model; a text where that cannot be."""
     module = strategy.lightning_module
     assert module is not None
     try:
         step, batch = _step_and_batch(strategy, trainer)
-        roles = Roles(module, placement.model, placement.prefix)
+        roles = Roles(module, model, name)
         with untouched(module), torch.no_grad():
             args, kwargs = roles.catch(step, batch, *_step_arguments(step))
     except HeteroError as error:
@@ -175,8 +196,8 @@ def _call_of(strategy: HeteroPipelineStrategy, trainer: pl.Trainer, placement: P
     tensors: list[Tensor] = []
     structure = _emptied((args, kwargs), tensors)
     if not tensors:
-        return f"self.{placement.prefix}(...) is called without a tensor: there is nothing to plan by"
-    return _Call(structure, tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
+        return f"self.{name}(...) is called without a tensor: there is nothing to plan by"
+    return Call(structure, tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
 
 
 def _step_and_batch(strategy: HeteroPipelineStrategy, trainer: pl.Trainer) -> tuple[Any, Any]:
@@ -223,7 +244,7 @@ def _filled(value: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def _measured(
-    strategy: HeteroPipelineStrategy, placement: Placement, call: _Call, dtype: str, batch_size: int
+    strategy: HeteroPipelineStrategy, placement: Placement, call: Call, dtype: str, batch_size: int
 ) -> tuple[ModelCosts, Cluster]:
     """Every rank measures the units on its device; those of a type that come out alike are one (a collective)."""
     cluster = strategy.cluster
@@ -296,7 +317,7 @@ def merge_units(costs: ModelCosts, placement: Placement, call: Any = None) -> Mo
                 f"{type(placement.model).__name__}: profile this model"
             )
         parts[index].append(unit)
-    outputs = _output_bytes(placement, call) if call is not None else {}
+    outputs = _output_bytes(placement, call) if call is not None and has_chain(placement.model) else {}
     kinds = costs.timed_types
     merged = []
     before = 0
@@ -332,7 +353,7 @@ def _sum_of(timings: Sequence[UnitTiming]) -> UnitTiming:
     )
 
 
-def _output_bytes(placement: Placement, call: _Call) -> dict[str, int]:
+def _output_bytes(placement: Placement, call: Call) -> dict[str, int]:
     """Bytes per sample that each unit of the chain writes, found on the meta device."""
     chain = find_chain(meta_copy(placement.model))
     args, kwargs = _filled(call.structure, [tensor.to("meta") for tensor in call.tensors()])
