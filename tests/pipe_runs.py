@@ -52,7 +52,7 @@ class Evaluated(Small):
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("test_loss", self.loss(batch)[0])
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         return self.model(batch[0]).argmax(-1)  # type: ignore[no-any-return]
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from lightning_hetero.costs import ModelCosts, UnitCost, UnitTiming
 from lightning_hetero.errors import HeteroError, PlanError
@@ -161,6 +162,18 @@ class Collective(Small):
         return F.cross_entropy(self.model(batch[0]), batch[1]) + self.all_gather(batch[0].sum()).sum()
 
 
+class Computing(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.model(batch[0]), batch[1])
+        self.mean.update(loss)
+        self.log("so_far", self.mean.compute())
+        return loss
+
+
 class Full(Small):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
@@ -204,6 +217,7 @@ def refused(ranks: WarmRanks, world: int, *args: Any, kind: str, words: list[str
         (NoChild, ["NoChild has no submodule"]),
         (Resized, ["stage 0 sends hidden", "another micro-batch of the same shapes", "Resize in the dataset"]),
         (Collective, ["all_gather", "on_train_epoch_end"]),
+        (Computing, ["a metric's compute()", "the torchmetrics object itself"]),
         (Full, ["LBFGS"]),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",

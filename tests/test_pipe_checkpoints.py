@@ -188,6 +188,38 @@ def test_to_hetero_fsdp_and_back(ranks: WarmRanks, tmp_path: Path, there: str) -
         torch.testing.assert_close(state[name], expected[name], rtol=0, atol=1e-11, msg=name)
 
 
+class AfterSteps(EveryStep):
+    """Saves right after an optimizer's step: what has accumulated later is in no file, on one device either."""
+
+    last = 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *args: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+        if trainer.global_step != self.last:
+            self.last = trainer.global_step
+            trainer.save_checkpoint(f"{self.folder}/step={self.last}.ckpt")
+
+
+def judged(folder: str, resume: str | None) -> Any:
+    module, saver = seeded(Judged), AfterSteps(folder)
+    options: dict[str, Any] = {"val_check_interval": 2, "accumulate_grad_batches": 2, "max_epochs": -1, "max_steps": 6}
+    trainer = trainer_of(ONE, callbacks=[saver], **options)
+    train = DataLoader(points(27), batch_size=ONE.batch, shuffle=True)
+    trainer.fit(module, train, DataLoader(points(8), batch_size=2), ckpt_path=resume)
+    return values_of(module), saver.losses, float(trainer.callback_metrics["val_loss"])
+
+
+def test_resumed_with_accumulation_and_validation_to_the_very_bits(ranks: WarmRanks, tmp_path: Path) -> None:
+    straight = ranks.run(2, judged, str(tmp_path / "a"), None, process_group=False)
+    for at in (1, 4):
+        path = str(tmp_path / "a" / f"step={at}.ckpt")
+        resumed = ranks.run(2, judged, str(tmp_path / "b"), path, process_group=False)
+        for own, whole in zip(resumed, straight, strict=True):
+            same(own[0], whole[0], tolerance=0.0)
+            assert own[1] == whole[1][-len(own[1]) :]
+            assert own[2] == whole[2]
+
+
 # -- tied weights ------------------------------------------------------------------------------------------------------
 
 

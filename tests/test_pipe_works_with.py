@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,47 @@ def test_callbacks(ranks: WarmRanks, name: str) -> None:
     for values, own in ranks.run(2, with_callback, PAIR, name, PAIR.batch, process_group=False):
         same(values, expected)
         assert own == pytest.approx(metrics)
+
+
+class Normed(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[1] = nn.BatchNorm1d(8)
+
+
+def warned(frozen: bool) -> list[str]:
+    module = seeded(Normed)
+    if frozen:
+        module.model[1].eval()
+    trainer = trainer_of(PAIR, max_steps=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, DataLoader(points(12), batch_size=6))
+    return [str(each.message) for each in caught if "BatchNorm" in str(each.message)]
+
+
+def test_batch_norm_is_told_of(ranks: WarmRanks) -> None:
+    found = ranks.run(2, warned, False, process_group=False)
+    assert "BatchNorm in training mode (model.1) normalises over each micro-batch" in found[0][0]
+    assert found[1] == []  # once
+    assert ranks.run(2, warned, True, process_group=False) == [[], []]
+
+
+# -- prediction --------------------------------------------------------------------------------------------------------
+
+
+def predictions(layout: Layout | None, batch: int) -> Any:
+    module = seeded(Evaluated)
+    trainer = trainer_of(layout, limit_predict_batches=2)
+    loaders = [DataLoader(points(samples, samples), batch_size=batch) for samples in (13, 3)]
+    several: Any = trainer.predict(module, loaders)
+    assert trainer.predict(module, loaders, return_predictions=False) is None
+    return [[part.tolist() for part in one] for one in several]
+
+
+def test_several_loaders_and_limits(ranks: WarmRanks) -> None:
+    expected = predictions(None, 4)
+    assert ranks.run(2, predictions, PAIR, 2, process_group=False) == [expected, expected]
 
 
 # -- user code around the steps ----------------------------------------------------------------------------------------
