@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
-from torch.optim import Optimizer
 
 from lightning_hetero.callbacks import EmulatedDevices
 from lightning_hetero.cluster import Cluster
@@ -42,7 +41,13 @@ class HeteroPipelineStrategy(PipeSteps):
     """Runs a LightningModule as a pipeline, with the numbers of one device.
 
     The module stays as it is: its step calls its model once; that model is cut into stages of whole units, each rank
-    keeps the units of its stages, and micro-batches run through them by a schedule (docs/architecture.md).
+    keeps the units of its stages, and micro-batches run through them by a schedule (docs/hetero_pipe.md).
+
+    ``training_step`` runs once per micro-batch, up to the model on the first stage and whole on the last: attributes
+    that it sets are there alone, and so is what it tells ``self.logger.experiment``; ``self.log``, metrics and what it
+    returns reach every rank. Validation, test and predict steps run on every rank of a pipeline. Hooks around training
+    batches get a list of micro-batches, and ``p.grad`` of a rank's own parameters. The loss is taken for a mean over
+    samples.
 
     Args:
         cluster: the devices, one per rank; a path is read as YAML, None takes the file that the environment variable
@@ -150,7 +155,6 @@ class HeteroPipelineStrategy(PipeSteps):
         lightning_adapter.weigh_logged_values(trainer, self, training=False)
         if fitting:
             self.setup_optimizers(trainer)
-            self._check_optimizers(self.optimizers)
             lightning_adapter.clip_norms_by(self.precision_plugin, self._clip)
         share_scaler(self.precision_plugin, self.root_device)
         self.setup_precision_plugin()
@@ -257,14 +261,6 @@ class HeteroPipelineStrategy(PipeSteps):
             rank_zero_info(
                 f"hetero_pipe: the checkpoint was trained with a global batch of {saved}, this run's is "
                 f"{self.global_batch_size}"
-            )
-
-    @staticmethod
-    def _check_optimizers(optimizers: list[Optimizer]) -> None:
-        if len(optimizers) > 1:
-            raise UnsupportedError(
-                f"configure_optimizers returned {len(optimizers)} optimizers, which needs manual optimization, and "
-                "hetero_pipe cannot run that: use one optimizer with parameter groups, or hetero_fsdp"
             )
 
     def process_dataloader(self, dataloader: object) -> object:
