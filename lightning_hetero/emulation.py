@@ -245,12 +245,14 @@ class Emulation:
             self._backward_share = 1.0
 
     def _observe(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, began_s: float) -> None:
-        flops = op_flops(op, args, kwargs, out)
         if self.storages is not None:
             self.storages.observe(op, kwargs, out)
+        if self._timings is not None:
+            return  # counting takes time, and costs say what units take
+        flops = op_flops(op, args, kwargs, out)
         if self._open is not None:
             self._flops += flops
-        elif flops and self._timings is None:
+        elif flops:
             self._pace(OUTSIDE, "forward", began_s, flops / self.speed_flops_per_s())
 
     def _pace(self, name: str, phase: Phase, began_s: float, target_s: float) -> None:

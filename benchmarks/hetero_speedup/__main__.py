@@ -57,7 +57,7 @@ def cases(cluster_path: Path, quick: bool) -> dict[str, tuple[Case, Effort]]:
         solo_batch=EMULATED_BATCH_PER_RANK // 4 if quick else EMULATED_BATCH_PER_RANK,
         cluster_path=cluster_path.resolve(),
     )
-    # large enough that communication, some 0.2 s a step on two cores, does not dominate
+    # large enough that communication (0.2 s a step on two cores) and the drift of a virtual machine weigh little
     real_work = Case(
         "real work", 2, global_batch=288 if quick else 576, solo_batch=48 if quick else 192, doubled_ranks=(1,)
     )

@@ -121,9 +121,10 @@ class UnitMarks:
                 self._inner_forwards += 1
                 return
             self._forward = call = _Call(index)
+            # putting up marks takes time of the unit's, which an emulated device does not take
+            self._notify_begin(index, "forward")
             if torch.is_grad_enabled():
                 self._mark_inputs(call, _grad_tensors((args, kwargs)))
-            self._notify_begin(index, "forward")
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             call = self._forward
@@ -132,9 +133,9 @@ class UnitMarks:
             if self._inner_forwards:
                 self._inner_forwards -= 1
                 return
-            self._end_forward()
             if torch.is_grad_enabled():
                 self._mark_outputs(call, module, output)
+            self._end_forward()
 
         return before, after
 

@@ -32,6 +32,11 @@ class OpObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.observe = observe
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave out torch's guard against compiling around each call, the documented way: it costs as much as an op."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,

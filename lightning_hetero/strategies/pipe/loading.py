@@ -26,6 +26,7 @@ class Hand:
 
     def __init__(self, reader: int, rank: int, group: Any) -> None:
         self._reader, self._rank, self._group = reader, rank, group
+        self._under_way: list[tuple[Any, Tensor]] = []  # until they have left
 
     @property
     def reads(self) -> bool:
@@ -53,38 +54,49 @@ class Hand:
         """Return the reader's ``value`` on every rank (a collective); tensors travel as they are, the rest pickled."""
         if self._group is None:
             return value
+        return self._hand_on(value) if self.reads else self._receive()
+
+    def _hand_on(self, value: Any) -> Any:
+        """Begin to send; the reader goes on, and waits at the next one for what has not left yet."""
+        self._finish()
         tensors: list[Tensor] = []
 
         def take(tensor: Tensor) -> _Slot:
             tensors.append(tensor)
             return _Slot(tuple(tensor.shape), tensor.dtype, len(tensors) - 1)
 
-        skeleton = _mapped(value, Tensor, take) if self.reads else None
-        content = [pickle.dumps(skeleton)]
-        dist.broadcast_object_list(content, self._reader, group=self._group)
-        if not self.reads:
-            skeleton = pickle.loads(content[0])
-            tensors = [torch.empty(slot.shape, dtype=slot.dtype) for slot in found_in(skeleton, _Slot)]
-        self._broadcast(tensors)
-        if self.reads:
-            return value
+        content = torch.frombuffer(bytearray(pickle.dumps(_mapped(value, Tensor, take))), dtype=torch.uint8)
+        sent = [torch.tensor([len(content)]), content]
+        # one for each type, since each costs as much as its messages
+        sent += [torch.cat([t.detach().cpu().reshape(-1) for t in members]) for members in _by_type(tensors)]
+        self._under_way = [(dist.broadcast(t, self._reader, group=self._group, async_op=True), t) for t in sent]
+        return value
+
+    def _receive(self) -> Any:
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(size, self._reader, group=self._group)
+        content = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(content, self._reader, group=self._group)
+        skeleton = pickle.loads(content.numpy().tobytes())
+        tensors = [torch.empty(slot.shape, dtype=slot.dtype) for slot in found_in(skeleton, _Slot)]
+        for members in _by_type(tensors):
+            flat = torch.empty(sum(member.numel() for member in members), dtype=members[0].dtype)
+            dist.broadcast(flat, self._reader, group=self._group)
+            for member, part in zip(members, torch.split(flat, [m.numel() for m in members]), strict=True):
+                member.set_(part.view_as(member))  # type: ignore[call-overload]  # no copy
         return _mapped(skeleton, _Slot, lambda slot: tensors[slot.index])
 
-    def _broadcast(self, tensors: list[Tensor]) -> None:
-        """Fill ``tensors`` with the reader's: one broadcast for each type, since each costs as much as its messages."""
-        by_type: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in tensors:
-            by_type.setdefault(tensor.dtype, []).append(tensor)
-        for dtype, members in by_type.items():
-            if self.reads:
-                flat = torch.cat([member.detach().cpu().reshape(-1) for member in members])
-            else:
-                flat = torch.empty(sum(member.numel() for member in members), dtype=dtype)
-            dist.broadcast(flat, self._reader, group=self._group)
-            if not self.reads:
-                parts = torch.split(flat, [member.numel() for member in members])
-                for member, part in zip(members, parts, strict=True):
-                    member.set_(part.view_as(member))  # type: ignore[call-overload]  # no copy
+    def _finish(self) -> None:
+        for work, _ in self._under_way:
+            work.wait()
+        self._under_way = []
+
+
+def _by_type(tensors: list[Tensor]) -> list[list[Tensor]]:
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.dtype, []).append(tensor)
+    return list(found.values())
 
 
 class _Slot:

@@ -134,12 +134,11 @@ class PipelineRuntime:
                 received = work.begin(k)
             with work.forward_context():
                 values = self.stages[stage].forward(k, received, work.draws(k))
-            # sent before the loss is found, so that nobody waits for it
-            for target in self._routes.targets(stage):
-                names = self._routes.between(stage, target)
-                self.mail.send(Letter(stage, target, k), {name: values[name] for name in names})
             if stage == len(self._rank_of) - 1:
                 self._end(stage, k, values, work)
+        for target in self._routes.targets(stage):
+            names = self._routes.between(stage, target)
+            self.mail.send(Letter(stage, target, k), {name: values[name] for name in names})
 
     def _end(self, stage: int, k: int, values: Values, work: StepWork) -> None:
         with work.forward_context():

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
 _BY_ITSELF = (
     "a rank of a pipeline has its own stages' parameters alone. Use an optimizer that takes each parameter by itself, "
     "such as AdamW"
@@ -136,6 +138,9 @@ class PipeSteps(PipeEvaluation):
             return super().batch_to_device(batch, device, dataloader_idx)
         if not (self.assembly.is_first or self.assembly.is_last):
             return batch
+        owners: tuple[Any, ...] = (self.lightning_module, getattr(self._trainer, "datamodule", None))
+        if not any(owner is not None and is_overridden(hook, owner) for hook in _TRANSFER_HOOKS for owner in owners):
+            return MicroBatches(super(PipeSteps, self).batch_to_device(each, device, dataloader_idx) for each in batch)
         draws = self._training_draws(len(batch), ahead=1)  # Lightning has not counted it yet
         moved = MicroBatches()
         with same_random_states():
