@@ -108,6 +108,8 @@ class Emulation:
         self._began_s = 0.0
         self._flops = 0
         self._peak_bytes = 0
+        self._chained = False
+        self._chain_s: float | None = None  # where the next unit of a chain begins
         self._overslept_s = 0.0
         self._owed_s = 0.0
         self._overruns: list[tuple[PhaseTally, float]] = []
@@ -141,13 +143,16 @@ class Emulation:
         self._marks.detach()
 
     @contextmanager
-    def step(self, batch: object = None, samples: int | None = None) -> Iterator[None]:
+    def step(self, batch: object = None, samples: int | None = None, chained: bool = False) -> Iterator[None]:
         """Emulate what runs inside: forward, backward, optimizer step, collectives; training or not.
 
         Args:
             batch: what the step was given; its tensors count as memory.
             samples: samples in each forward, for costs; by default the first dimension of the batch's first
                 tensor.
+            chained: whether units follow one another without waiting for another rank, as in a stage of a pipeline:
+                then a unit begins where the one before was to end, and what Python does in between takes no time of
+                the device's.
 
         Raises:
             EmulatedOutOfMemoryError: at the operation whose result does not fit any more.
@@ -160,7 +165,7 @@ class Emulation:
         self._samples = samples
         if self.storages is not None:
             self.storages.add(tensors, "the batch")
-        self._active = True
+        self._active, self._chained, self._chain_s = True, chained, None
         try:
             with OpObserver(self._observe):
                 yield
@@ -257,6 +262,9 @@ class Emulation:
 
     def _pace(self, name: str, phase: Phase, began_s: float, target_s: float) -> None:
         """Let ``target_s`` seconds have passed since ``began_s``, less what is overdue."""
+        if self._chained:
+            self._pace_chained(self._tallies.setdefault((name, phase), PhaseTally()), began_s, target_s)
+            return
         done_s = time.perf_counter()
         overrun_s = done_s - began_s - target_s
         repaid_s = min(self._owed_s, _REPAID * target_s)
@@ -273,6 +281,18 @@ class Emulation:
             self._owed_s += overrun_s
             if target_s > 0:
                 self._overruns.append((tally, overrun_s))
+        tally.add(target_s, time.perf_counter() - began_s)
+
+    def _pace_chained(self, tally: PhaseTally, began_s: float, target_s: float) -> None:
+        """Let a unit end ``target_s`` seconds after the end of the one before in its chain."""
+        deadline_s = (began_s if self._chain_s is None else self._chain_s) + target_s
+        done_s = time.perf_counter()
+        self._chain_s = deadline_s
+        if done_s <= deadline_s:
+            _sleep_until(deadline_s)
+        elif target_s >= _SHORT_S:
+            tally.add_late(done_s - deadline_s)
+            self._chain_s = None
         tally.add(target_s, time.perf_counter() - began_s)
 
     def _end_step(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -73,6 +73,16 @@ class PipelineCase:
             for i in range(self.blocks)
         )
         return ModelCosts("chain", units)
+
+    def stage_costs(self, stage: int) -> ModelCosts:
+        """The blocks of a stage as one unit."""
+        blocks = self.cut[stage]
+        block = self.costs().units[0]
+        timings = {
+            kind: UnitTiming(0.0, blocks * each.forward_per_sample_s, 0.0, blocks * each.backward_per_sample_s)
+            for kind, each in block.timings.items()
+        }
+        return ModelCosts("stage", (replace(block, name="stage", timings=timings),))
 
     def plan(self) -> PipelinePlan:
         """The plan that this case is."""

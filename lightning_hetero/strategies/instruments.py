@@ -72,12 +72,13 @@ class Instruments:
             self._emulation.steps_done = steps_done
 
     @contextmanager
-    def step(self, batch: Any = None, samples: int | None = None) -> Iterator[None]:
+    def step(self, batch: Any = None, samples: int | None = None, chained: bool = False) -> Iterator[None]:
         """Emulate what runs inside; within another such step it changes nothing.
 
         Args:
             batch: what the step was given; its tensors count as memory.
             samples: in each forward; by default those of the batch.
+            chained: whether units follow one another without waiting for another rank.
         """
         if self._emulation is None or self._inside:
             yield
@@ -86,7 +87,7 @@ class Instruments:
             return
         self._inside = True
         try:
-            with self._emulation.step(batch, samples):
+            with self._emulation.step(batch, samples, chained):
                 yield
         finally:
             self._inside = False

@@ -71,7 +71,8 @@ class Instrumented:
         """Measure, and emulate where the cluster says so."""
         held = [tensor for tensor in received if tensor is not None]
         half = kind if kind in (BACKWARD_INPUT, BACKWARD_WEIGHT) else None
-        with self._instruments.step(held, samples=self._samples[micro_batch]), self._instruments.half(half):
+        samples = self._samples[micro_batch]
+        with self._instruments.step(held, samples, chained=True), self._instruments.half(half):
             yield
 
 

@@ -1,0 +1,72 @@
+"""Units in a chain end where their seconds say, whatever Python does between them; halves of a backward take half each."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_hetero.cluster import Device
+from lightning_hetero.costs import ModelCosts, UnitCost, UnitTiming
+from lightning_hetero.emulation import Emulation
+from lightning_hetero.models.units import Unit
+
+UNIT_S, GAP_S = 0.03, 0.02
+
+
+class TwoUnits(nn.Module):
+    """Two layers with time lost between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        hidden = self.one(given)
+        time.sleep(GAP_S)
+        result: torch.Tensor = self.two(hidden)
+        return result
+
+
+def emulation(model: TwoUnits, halves: bool = False) -> Emulation:
+    timings = {"slow": UnitTiming(0.0, UNIT_S, 0.0, 2 * UNIT_S)}
+    costs = ModelCosts("m", tuple(UnitCost(name, 20, 1.0, 2.0, 1, 1, timings) for name in ("one", "two")))
+    units = [Unit("one", model.one, True), Unit("two", model.two, True)]
+    made = Emulation(Device("slow", "n", 2**30, 1e9), 0, units, costs, account_memory=False, halves=halves)
+    made.start(model)
+    return made
+
+
+@pytest.mark.parametrize(("chained", "expected_s"), [(True, 2 * UNIT_S), (False, 2 * UNIT_S + GAP_S)])
+def test_time_between_chained_units_is_not_the_devices(chained: bool, expected_s: float) -> None:
+    model = TwoUnits()
+    made = emulation(model)
+    taken = []
+    for _ in range(5):
+        with made.step(samples=1, chained=chained):
+            began_s = time.perf_counter()
+            model(torch.randn(1, 4))
+            taken.append(time.perf_counter() - began_s)
+    # the least: a machine that is busy makes it longer
+    assert min(taken) == pytest.approx(expected_s, abs=GAP_S / 2)
+    assert min(taken) >= expected_s - 1e-3
+
+
+def test_halves_of_a_backward_take_its_seconds_together() -> None:
+    model = TwoUnits()
+    made = emulation(model, halves=True)
+    leaf = torch.randn(1, 4, requires_grad=True)
+    weights = list(model.parameters())
+    taken: dict[str, list[float]] = {"I": [], "W": []}
+    for _ in range(3):
+        with made.step(samples=1, chained=True):
+            output = model(leaf).sum()
+        for which, inputs in (("I", [leaf]), ("W", weights)):
+            began_s = time.perf_counter()
+            with made.step(samples=1, chained=True), made.half(which):
+                torch.autograd.grad(output, inputs, retain_graph=True)
+            taken[which].append(time.perf_counter() - began_s)
+    assert min(taken["I"]) == pytest.approx(2 * UNIT_S, abs=UNIT_S / 2)
+    assert min(taken["W"]) >= 2 * UNIT_S - 1e-3
