@@ -143,9 +143,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", default="hetero_fsdp", help="a strategy name of Lightning's or ours")
-    parser.add_argument(
-        "--cluster", default=CLUSTER, help="cluster file for the hetero ones; 'none' to discover"
-    )
+    parser.add_argument("--cluster", default=CLUSTER, help="cluster file for the hetero ones; 'none' to discover")
     parser.add_argument("--devices", default="auto", help="processes; an emulated cluster sets them itself")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--global-batch", type=int, default=128, help="samples of a step over all ranks")

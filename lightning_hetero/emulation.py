@@ -242,6 +242,7 @@ class Emulation:
         self._backward_share = 0.5
         try:
             yield
+            self._marks.close()  # a unit whose backward is open still is this half's
             if which == "W" and self._timings is not None:
                 target_s = sum(self._target_from_costs(index, "backward") for index in range(len(self.units)))
                 factor = self.device.speed_factor(self.steps_done)

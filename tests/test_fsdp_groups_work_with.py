@@ -33,6 +33,7 @@ def check(ranks: WarmRanks, layout: str, names: list[str]) -> None:
                 raise AssertionError(f"{name}: {error}") from None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", GROUPS)
 def test_fits_in_groups_are_one_devices(ranks: WarmRanks, layout: str) -> None:
     check(ranks, layout, FIRST[layout])

@@ -85,7 +85,7 @@ def one_device() -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("kind", ["hetero_pipe", "hetero_fsdp"])
+@pytest.mark.parametrize("kind", ["hetero_pipe", pytest.param("hetero_fsdp", marks=pytest.mark.slow)])
 def test_the_loss_curve_is_one_devices(ranks: WarmRanks, kind: str) -> None:
     (alone,) = ranks.run(1, one_device, process_group=False)
     assert len(alone) == 14

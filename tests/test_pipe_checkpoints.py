@@ -132,6 +132,7 @@ def alike(found: Any, expected: Any, path: str = "") -> None:
 
 
 @pytest.mark.parametrize("layout", [ONE, TWO], ids=["one", "two"])
+@pytest.mark.slow
 def test_the_file_is_one_devices(ranks: WarmRanks, tmp_path: Path, layout: Layout) -> None:
     layout = replace(layout, counts=(5,)) if layout is ONE else layout
     go(None, str(tmp_path / "one"), END_OF_EPOCH)
@@ -152,6 +153,7 @@ def test_the_file_is_one_devices(ranks: WarmRanks, tmp_path: Path, layout: Layou
 
 
 @pytest.mark.parametrize("at", [SAVE_AT, END_OF_EPOCH])
+@pytest.mark.slow
 def test_resumed_anywhere(ranks: WarmRanks, tmp_path: Path, at: int) -> None:
     straight = go(None, str(tmp_path / "one"), 12)
     run(ranks, TWO, str(tmp_path / "a"), at)
@@ -163,6 +165,7 @@ def test_resumed_anywhere(ranks: WarmRanks, tmp_path: Path, at: int) -> None:
             same(own["values"], straight["values"])
 
 
+@pytest.mark.slow
 def test_to_one_device_and_back(ranks: WarmRanks, tmp_path: Path) -> None:
     straight = go(None, str(tmp_path / "one"), 12)
     run(ranks, TWO, str(tmp_path / "a"), END_OF_EPOCH)
@@ -209,6 +212,7 @@ def judged(folder: str, resume: str | None) -> Any:
     return values_of(module), saver.losses, float(trainer.callback_metrics["val_loss"])
 
 
+@pytest.mark.slow
 def test_resumed_with_accumulation_and_validation_to_the_very_bits(ranks: WarmRanks, tmp_path: Path) -> None:
     straight = ranks.run(2, judged, str(tmp_path / "a"), None, process_group=False)
     for at in (1, 4):
@@ -279,6 +283,7 @@ def kinds(layout: Layout | None, folder: str) -> Any:
     return {"best": found["val_loss"], "last": again["val_loss"], "score": float(best.best_model_score)}
 
 
+@pytest.mark.slow
 def test_weights_alone_and_links(ranks: WarmRanks, tmp_path: Path) -> None:
     expected = kinds(None, str(tmp_path / "one"))
     layout = Layout(cuts=((2, 3),), counts=(2,))

@@ -179,7 +179,7 @@ def compare(ranks: WarmRanks, layout: Layout, kind: str, options: dict[str, Any]
 
 
 @pytest.mark.parametrize("kind", ["dicts", "padded", "dropped", "one more", "module"])
-@pytest.mark.parametrize("layout", [TWO, UNLIKE], ids=["two", "unlike"])
+@pytest.mark.parametrize("layout", [TWO, pytest.param(UNLIKE, marks=pytest.mark.slow)], ids=["two", "unlike"])
 def test_read_once(ranks: WarmRanks, kind: str, layout: Layout) -> None:
     found, expected = compare(ranks, layout, kind, {})
     read = [own["read"] for own in found]
@@ -203,6 +203,7 @@ def test_read_once(ranks: WarmRanks, kind: str, layout: Layout) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
+@pytest.mark.slow
 def test_one_pipeline(ranks: WarmRanks, kind: str, options: dict[str, Any]) -> None:
     layout = Layout(cuts=((1, 3, 1),), counts=(3,))
     found, _ = compare(ranks, layout, kind, options)
@@ -214,6 +215,7 @@ def test_an_idle_rank_with_a_loss_weight(ranks: WarmRanks) -> None:
 
 
 @pytest.mark.parametrize("kind", ["stream", "batches"])
+@pytest.mark.slow
 def test_users_batches_are_each_pipelines_own(ranks: WarmRanks, kind: str) -> None:
     """As with any strategy: whoever batches by himself shares out by himself; here all read the same."""
     found = ranks.run(WIDE.world, fit, WIDE, kind, 4, {}, process_group=False)
@@ -305,9 +307,9 @@ def evaluate(layout: Layout | None, samples: int, batch: int, first: str) -> Any
     }
 
 
-@pytest.mark.parametrize("first", ["fit", "nothing"])
+@pytest.mark.parametrize("first", ["fit", pytest.param("nothing", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", [ONE, Layout(cuts=((2, 3), (4, 1)), counts=(2, 1)), UNLIKE], ids="abc")
-@pytest.mark.parametrize("samples", [17, 9])
+@pytest.mark.parametrize("samples", [17, pytest.param(9, marks=pytest.mark.slow)])
 def test_evaluation(ranks: WarmRanks, layout: Layout, first: str, samples: int) -> None:
     if first == "fit" and layout.batch != 6:
         pytest.skip("the reference trains with batches of 6")

@@ -163,6 +163,7 @@ def test_in_the_middle_of_a_schedule(ranks: WarmRanks, tmp_path: Any, where: str
     ],
     ids=["dataset", "dataset, a worker", "dataset, two pipelines", "saving", "validation"],
 )
+@pytest.mark.slow
 def test_elsewhere(
     ranks: WarmRanks, tmp_path: Any, where: str, layout: Layout, culprit: Any, place: str, kind: str, workers: int
 ) -> None:

@@ -152,12 +152,13 @@ def _alike(found: dict[str, Any], expected: dict[str, Any], left_out: tuple[str,
 
 
 @LAYOUTS
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_values(ranks: WarmRanks, layout: Layout, accumulate: int) -> None:
     compare(ranks, layout, Values, {"accumulate_grad_batches": accumulate})
 
 
 @LAYOUTS
+@pytest.mark.slow
 def test_metrics(ranks: WarmRanks, layout: Layout) -> None:
     # a mean of batches' means, over batches of other sizes: each pipeline has its own
     left_out = ("val_kept",) if len(layout.cuts) > 1 else ()
@@ -215,6 +216,7 @@ class Watched(Evaluated):
     ],
     ids=["plateau", "clip by value", "clip by norm, limits", "by steps"],
 )
+@pytest.mark.slow
 def test_watched(ranks: WarmRanks, layout: Layout, options: dict[str, Any]) -> None:
     compare(ranks, layout, Watched, options)
 

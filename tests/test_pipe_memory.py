@@ -91,8 +91,10 @@ def fit(kinds: tuple[str, ...], block_ms: float, options: dict[str, Any]) -> dic
     ("kinds", "options"),
     [
         (("fast", "fast", "slow"), {"pipelines": 1, "micro_batch_size": 4, "schedule": "1f1b"}),
-        (("fast", "slow"), {"pipelines": 1, "micro_batch_size": 8, "schedule": "gpipe"}),
-        (("fast", "fast", "slow"), {"pipelines": 2, "micro_batch_size": 4}),
+        pytest.param(
+            ("fast", "slow"), {"pipelines": 1, "micro_batch_size": 8, "schedule": "gpipe"}, marks=pytest.mark.slow
+        ),
+        pytest.param(("fast", "fast", "slow"), {"pipelines": 2, "micro_batch_size": 4}, marks=pytest.mark.slow),
     ],
     ids=["1f1b", "gpipe", "two pipelines"],
 )

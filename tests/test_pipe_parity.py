@@ -15,6 +15,10 @@ ONE = PipeFit()
 TWO = PipeFit(cuts=((5, 1, 4), (6, 4)), counts=(3, 2))
 
 
+def slow(fit: PipeFit) -> Any:
+    return pytest.param(fit, marks=pytest.mark.slow)
+
+
 def check(ranks: WarmRanks, fit: PipeFit, *, bitwise: bool) -> list[dict[str, Any]]:
     expected = reference(fit)
     found = ranks.run(fit.world, run_pipeline, fit, process_group=False, timeout=90)
@@ -41,11 +45,11 @@ def check(ranks: WarmRanks, fit: PipeFit, *, bitwise: bool) -> list[dict[str, An
         replace(ONE, steps=10),
         replace(ONE, cuts=((3, 7),), schedule="gpipe"),
         replace(ONE, cuts=((2, 3, 4, 1),), extra=1),
-        replace(ONE, precision="32-true"),
+        slow(replace(ONE, precision="32-true")),
         replace(ONE, schedule="zero_bubble"),
         replace(ONE, cuts=((3, 2, 3, 2),), ranks_of=(2,), schedule="interleaved_1f1b"),
-        replace(ONE, checkpointing=True),
-        replace(ONE, cuts=((10,),)),
+        slow(replace(ONE, checkpointing=True)),
+        slow(replace(ONE, cuts=((10,),))),
         replace(ONE, samples=27),
     ],
     ids=[
@@ -75,15 +79,15 @@ def test_one_pipeline_is_bitwise_one_device(ranks, fit):
 @pytest.mark.parametrize(
     "fit",
     [
-        replace(TWO, steps=10),
-        replace(TWO, schedule="gpipe"),
-        replace(TWO, schedule="zero_bubble", samples=33),
+        slow(replace(TWO, steps=10)),
+        slow(replace(TWO, schedule="gpipe")),
+        slow(replace(TWO, schedule="zero_bubble", samples=33)),
         replace(TWO, cuts=((4, 6), (10,)), counts=(1, 3), samples=41),
         replace(ONE, kind="texts", cuts=((2, 4),)),
-        replace(TWO, kind="texts", cuts=((2, 2, 2), (6,))),
+        slow(replace(TWO, kind="texts", cuts=((2, 2, 2), (6,)))),
         replace(ONE, clip=0.5),
         replace(TWO, clip=0.5, accumulate=2, steps=2),
-        replace(TWO, accumulate=2, samples=55),
+        slow(replace(TWO, accumulate=2, samples=55)),
     ],
     ids=[
         "two pipelines, 10 steps",

@@ -112,6 +112,9 @@ def test_callbacks(ranks: WarmRanks, name: str) -> None:
         assert own == pytest.approx(metrics)
 
 
+pytestmark = pytest.mark.slow
+
+
 class Normed(Small):
     def __init__(self) -> None:
         super().__init__()

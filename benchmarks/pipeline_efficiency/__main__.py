@@ -143,7 +143,8 @@ def print_results(results: dict[str, Any], console: Console) -> None:
         case = found["settings"]
         console.print(
             f"{case['schedule']} {list(case['cut'])} speeds {list(case['speeds'])} m={case['micro_batches']}: "
-            f"predicted {found['predicted_step_s']:.3f} s, measured {found['measured_step_s']:.3f} s, {found['error']:+.1%}"
+            f"predicted {found['predicted_step_s']:.3f} s, measured {found['measured_step_s']:.3f} s, "
+            f"{found['error']:+.1%}"
         )
 
 
