@@ -1,4 +1,4 @@
-"""Units in a chain end where their seconds say, whatever Python does in between; halves of a backward take half each."""
+"""Units in a chain end where their seconds say, whatever comes between them; halves of a backward take half each."""
 
 from __future__ import annotations
 
