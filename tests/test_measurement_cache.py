@@ -116,6 +116,7 @@ def test_sharding_does_not_change_the_structure(tmp_path):
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_every_process_finds_the_same_file():
     program = (
         "from tests.test_measurement_cache import key\nimport torch\ntorch.set_num_threads(1)\nprint(key().file_name)"

@@ -49,6 +49,7 @@ def test_predicted_peaks_are_within_5_percent_of_the_accounted_ones(ranks, size)
         assert expected[rank] == pytest.approx(peaks[-1], rel=0.05), f"rank {rank}: {peaks}"
 
 
+@pytest.mark.slow
 def test_what_the_strategy_plans_for_itself_is_what_is_accounted(ranks):
     """From measured steps, not from the formula; the first step, with the optimizer's state to make, is in it."""
     for planned, accounted in ranks.run(2, planned_and_accounted, (12e9, 6e9)):

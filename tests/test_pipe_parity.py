@@ -20,7 +20,7 @@ def slow(fit: PipeFit) -> Any:
 
 
 def check(ranks: WarmRanks, fit: PipeFit, *, bitwise: bool) -> list[dict[str, Any]]:
-    expected = reference(fit)
+    (expected,) = ranks.run(1, reference, fit, process_group=False)  # with the threads that ranks have
     found = ranks.run(fit.world, run_pipeline, fit, process_group=False, timeout=90)
     seen = set()
     for rank, own in enumerate(found):
@@ -66,7 +66,8 @@ def check(ranks: WarmRanks, fit: PipeFit, *, bitwise: bool) -> list[dict[str, An
 )
 def test_one_pipeline_is_bitwise_one_device(ranks, fit):
     if fit.precision == "32-true":
-        expected, found = reference(fit), ranks.run(fit.world, run_pipeline, fit, process_group=False, timeout=90)
+        (expected,) = ranks.run(1, reference, fit, process_group=False)
+        found = ranks.run(fit.world, run_pipeline, fit, process_group=False, timeout=90)
         for own in found:
             assert own["gradients"]
             for name, gradient in own["gradients"].items():

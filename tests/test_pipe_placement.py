@@ -88,7 +88,7 @@ def test_a_model_made_on_meta_gets_one_devices_values_even_on_ranks_seeded_other
 
 def test_mixed_precision_is_one_devices(ranks: WarmRanks) -> None:
     fit = replace(FIT, precision="bf16-mixed", steps=1)
-    expected = reference(fit)
+    (expected,) = ranks.run(1, reference, fit, process_group=False)
     for own in ranks.run(fit.world, run_pipeline, fit, process_group=False):
         for name, gradient in own["gradients"].items():
             assert torch.equal(gradient, expected["gradients"][name]), name

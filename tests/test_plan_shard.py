@@ -147,6 +147,7 @@ def test_independent_of_labels_and_order(seed):
 
 @settings(max_examples=10, deadline=None)
 @given(seeds, st.integers(0, 3), st.floats(1, 4))
+@pytest.mark.slow
 def test_not_worse_with_a_larger_device(seed, index, factor):
     cluster, costs, training = random_case(seed)
     devices = list(cluster.devices)
@@ -159,6 +160,7 @@ def test_not_worse_with_a_larger_device(seed, index, factor):
 
 @settings(max_examples=10, deadline=None)
 @given(seeds, st.integers(0, 3), st.floats(1, 4))
+@pytest.mark.slow
 def test_not_worse_with_a_faster_type(seed, index, factor):
     cluster, costs, training = random_case(seed)
     kind = cluster.types[index % len(cluster.types)]

@@ -214,6 +214,7 @@ def test_presets_run_on_what_is_said_to_be_their_input(name):
         preset_inputs(name, sequence=4096)
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_this_machine_is_counted():
     """vit_15b has 59 GB of parameters in 32 bits."""
     costs = analytic_costs(build_preset("vit_15b", device="meta"), preset_inputs("vit_15b"), dtype="bfloat16")
