@@ -43,6 +43,7 @@ def test_an_epoch_on_digits(ranks: WarmRanks) -> None:
     assert ranks.run(1, _main, "--epochs", "1", "--min-accuracy", "0.1", process_group=False) == [0]
 
 
+@pytest.mark.slow
 def test_too_low_an_accuracy_is_a_failure(ranks: WarmRanks) -> None:
     assert ranks.run(1, _main, "--epochs", "1", "--min-accuracy", "1.01", process_group=False) == [1]
 
