@@ -216,7 +216,7 @@ nodes:
     ("culprit", "how", "launcher"),
     [
         pytest.param(1, "raise", "lightning", marks=pytest.mark.slow),
-        pytest.param(0, "kill", "lightning", marks=pytest.mark.slow),
+        (0, "kill", "lightning"),
         pytest.param(0, "raise", "lightning", marks=pytest.mark.slow),
         pytest.param(1, "kill", "lightning", marks=pytest.mark.slow),
         pytest.param(1, "kill", "torchrun", marks=pytest.mark.slow),

@@ -24,12 +24,13 @@ from lightning_hetero.strategies import lightning_adapter
 if TYPE_CHECKING:
     from lightning_hetero.strategies.fsdp import HeteroFSDPStrategy
 
-_EVAL_STAGES = (
+EVAL_STAGES = (
     RunningStage.VALIDATING,
     RunningStage.SANITY_CHECKING,
     RunningStage.TESTING,
     RunningStage.PREDICTING,
 )
+"""stages whose batches are not trained on"""
 
 
 class Loaders:
@@ -84,7 +85,7 @@ class Loaders:
         """Return what Lightning is to iterate in place of ``loader``."""
         assert self._strategy.lightning_module is not None
         trainer = self._strategy.lightning_module.trainer
-        evaluating = trainer.state.stage in _EVAL_STAGES
+        evaluating = trainer.state.stage in EVAL_STAGES
         micro_batches = self._strategy.most_micro_batches()
         announce = self._eval_sizes.append if evaluating else self._announce_train
         agree = self._strategy.gather_numbers

@@ -7,24 +7,18 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_hetero.data import UnevenLoader, batch_size_of, can_be_split, default_seed, with_batch_sampler
 from lightning_hetero.errors import DataError, UnsupportedError
 from lightning_hetero.plan import PipelinePlan, even_parts
 from lightning_hetero.strategies import lightning_adapter
+from lightning_hetero.strategies.loaders import EVAL_STAGES
 from lightning_hetero.strategies.pipe.loading import cut_whole
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.pipeline import HeteroPipelineStrategy
-
-_EVAL_STAGES = (
-    RunningStage.VALIDATING,
-    RunningStage.SANITY_CHECKING,
-    RunningStage.TESTING,
-    RunningStage.PREDICTING,
-)
 
 
 class PipeLoaders:
@@ -70,7 +64,7 @@ class PipeLoaders:
         strategy = self.strategy
         assert strategy.lightning_module is not None
         trainer = strategy.lightning_module.trainer
-        evaluating = trainer.state.stage in _EVAL_STAGES
+        evaluating = trainer.state.stage in EVAL_STAGES
         loader = lightning_adapter.without_index_tracking(loader)
         announce = self.eval_sizes.append if evaluating else self.train_sizes.append
         made: UnevenLoader | WholeBatches
