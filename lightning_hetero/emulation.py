@@ -13,6 +13,12 @@ Deadlines are absolute: a sleep that woke late shortens what comes next, so that
 So do units without FLOPs (norms, embeddings), and the overruns of units shorter than a millisecond, spread
 over the units that follow. Waiting for others never does: collectives run between the marks, where no clock
 runs. A longer unit whose real compute overran its target is counted as late and not made up for.
+
+A stage of a pipeline is emulated as an accelerator with a queue (``step(chained=True)``): its host launches ahead, so
+that what Python does between two units takes no time of the device's, unless the next one's inputs were waited for::
+
+    device      |---unit---|---unit---|  idle    |---unit---|
+    host         launch, sleep | launch, sleep | wait |                ``resume`` says when the wait was over
 """
 
 from __future__ import annotations
@@ -41,6 +47,9 @@ _SPIN_S = 60e-6
 
 _SHORT_S = 1e-3
 """Units with a shorter target are not timed one by one: scheduling and dispatch alone take that long."""
+
+_LAG_S = 5e-3
+"""How far the host may be behind in a chain of units too short to be timed before they count as late."""
 
 _REPAID = 0.01
 """Share of a unit's target by which it is shortened, at most, for the sake of units too short to be timed."""
@@ -109,7 +118,8 @@ class Emulation:
         self._flops = 0
         self._peak_bytes = 0
         self._chained = False
-        self._chain_s: float | None = None  # where the next unit of a chain begins
+        self._chain_s: float | None = None  # where the next unit of a chain begins; None: where its host begins it
+        self._hidden_s = 0.0
         self._overslept_s = 0.0
         self._owed_s = 0.0
         self._overruns: list[tuple[PhaseTally, float]] = []
@@ -150,9 +160,9 @@ class Emulation:
             batch: what the step was given; its tensors count as memory.
             samples: samples in each forward, for costs; by default the first dimension of the batch's first
                 tensor.
-            chained: whether units follow one another without waiting for another rank, as in a stage of a pipeline:
-                then a unit begins where the one before was to end, and what Python does in between takes no time of
-                the device's.
+            chained: whether units follow one another as in the queue of an accelerator, over steps too: a unit begins
+                where the one before was to end, or where :meth:`resume` says, and what Python does in between takes
+                no time of the device's.
 
         Raises:
             EmulatedOutOfMemoryError: at the operation whose result does not fit any more.
@@ -165,7 +175,9 @@ class Emulation:
         self._samples = samples
         if self.storages is not None:
             self.storages.add(tensors, "the batch")
-        self._active, self._chained, self._chain_s = True, chained, None
+        self._active, self._chained = True, chained
+        if not chained:
+            self._chain_s = None
         try:
             with OpObserver(self._observe):
                 yield
@@ -174,6 +186,20 @@ class Emulation:
             self._active = False
             self._marks.close()  # after an exception, without sleeping
             self._end_step()
+
+    def resume(self, at_s: float | None) -> None:
+        """Tell chained steps that the device had nothing to do.
+
+        Args:
+            at_s: until then, on the clock of ``time.perf_counter``: the next unit's inputs came from another rank; None
+                until its host begins the next unit.
+        """
+        self._chain_s = at_s
+
+    def take_hidden_s(self) -> float:
+        """Seconds, since the last call, that chained units ran while their host was not between their marks yet."""
+        hidden_s, self._hidden_s = self._hidden_s, 0.0
+        return hidden_s
 
     def speed_flops_per_s(self) -> float:
         """The device's speed now, asked at every unit."""
@@ -286,15 +312,17 @@ class Emulation:
 
     def _pace_chained(self, tally: PhaseTally, began_s: float, target_s: float) -> None:
         """Let a unit end ``target_s`` seconds after the end of the one before in its chain."""
-        deadline_s = (began_s if self._chain_s is None else self._chain_s) + target_s
-        done_s = time.perf_counter()
+        start_s = began_s if self._chain_s is None else min(self._chain_s, began_s)
+        self._hidden_s += began_s - start_s
+        deadline_s = start_s + target_s
+        late_s = time.perf_counter() - deadline_s
         self._chain_s = deadline_s
-        if done_s <= deadline_s:
+        if late_s <= 0:
             _sleep_until(deadline_s)
-        elif target_s >= _SHORT_S:
-            tally.add_late(done_s - deadline_s)
+        elif late_s > (0.0 if target_s >= _SHORT_S else _LAG_S):
+            tally.add_late(late_s)
             self._chain_s = None
-        tally.add(target_s, time.perf_counter() - began_s)
+        tally.add(target_s, time.perf_counter() - start_s)
 
     def _end_step(self) -> None:
         """Count short units as late where they were not made up for. The next step owes nothing."""

@@ -70,3 +70,48 @@ def test_halves_of_a_backward_take_its_seconds_together() -> None:
             taken[which].append(time.perf_counter() - began_s)
     assert min(taken["I"]) == pytest.approx(2 * UNIT_S, abs=UNIT_S / 2)
     assert min(taken["W"]) >= 2 * UNIT_S - 1e-3
+
+
+def test_time_between_chained_steps_is_not_the_devices_unless_it_waited() -> None:
+    """What a host does between two steps an accelerator's queue hides; where inputs were waited for, it begins then."""
+    model = TwoUnits()
+    made = emulation(model)
+    taken: dict[str, list[float]] = {"busy": [], "waited": [], "hidden": []}
+    for _ in range(5):
+        made.resume(None)
+        with made.step(samples=1, chained=True):
+            model(torch.randn(1, 4))
+        began_s = time.perf_counter()
+        made.take_hidden_s()
+        time.sleep(GAP_S)
+        with made.step(samples=1, chained=True):
+            model(torch.randn(1, 4))
+        taken["busy"].append(time.perf_counter() - began_s)
+        taken["hidden"].append(made.take_hidden_s())
+        time.sleep(GAP_S)
+        arrived_s = time.perf_counter()
+        made.resume(arrived_s)
+        with made.step(samples=1, chained=True):
+            model(torch.randn(1, 4))
+        taken["waited"].append(time.perf_counter() - arrived_s)
+    assert min(taken["busy"]) == pytest.approx(2 * UNIT_S, abs=GAP_S / 2)
+    assert min(taken["waited"]) == pytest.approx(2 * UNIT_S, abs=GAP_S / 2)
+    # between the steps, and between their units, where the gap is
+    assert min(taken["hidden"]) == pytest.approx(2 * GAP_S, abs=GAP_S / 2)
+    (forward, other) = made.report().phases
+    assert {forward.late, other.late} == {0}
+    assert forward.taken_s == pytest.approx(forward.target_s, rel=0.05)
+
+
+def test_a_host_that_is_behind_its_device_is_late() -> None:
+    model = TwoUnits()
+    made = emulation(model)
+    with made.step(samples=1, chained=True):
+        model(torch.randn(1, 4))
+    time.sleep(2 * UNIT_S)  # longer than the next unit takes
+    began_s = time.perf_counter()
+    with made.step(samples=1, chained=True):
+        model(torch.randn(1, 4))
+    # the first unit was over before its host came to it, and counts as late; the next one takes its time
+    assert time.perf_counter() - began_s >= UNIT_S - 1e-3
+    assert [phase.late for phase in made.report().phases] == [1, 0]

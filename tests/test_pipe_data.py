@@ -1,4 +1,4 @@
-"""Any data: each pipeline's first rank reads it, once, and what comes of it is what one device makes of it."""
+"""Any data: each pipeline's last rank reads it, once, and what comes of it is what one device makes of it."""
 
 from __future__ import annotations
 
@@ -178,12 +178,17 @@ def compare(ranks: WarmRanks, layout: Layout, kind: str, options: dict[str, Any]
     return found, expected
 
 
+def last_ranks(layout: Layout) -> list[int]:
+    """Who reads: each pipeline's last rank, which is done first with a step."""
+    return [sum(len(cut) for cut in layout.cuts[: i + 1]) - 1 for i in range(len(layout.cuts))]
+
+
 @pytest.mark.parametrize("kind", ["dicts", "padded", "dropped", "one more", "module"])
 @pytest.mark.parametrize("layout", [TWO, pytest.param(UNLIKE, marks=pytest.mark.slow)], ids=["two", "unlike"])
 def test_read_once(ranks: WarmRanks, kind: str, layout: Layout) -> None:
     found, expected = compare(ranks, layout, kind, {})
     read = [own["read"] for own in found]
-    readers = [0, len(layout.cuts[0])]
+    readers = last_ranks(layout)
     assert all(count == 0 for rank, count in enumerate(read) if rank not in readers), read
     filled = layout.world  # a pipeline without samples reads one, to take part
     assert sum(read) <= expected["read"] + filled, read
@@ -318,7 +323,7 @@ def test_evaluation(ranks: WarmRanks, layout: Layout, first: str, samples: int) 
     found = ranks.run(layout.world, evaluate, layout, samples, batch, first, process_group=False)
     for own in found:
         assert own["values"] == pytest.approx(expected["values"], rel=1e-9)
-    readers = [sum(len(cut) for cut in layout.cuts[:i]) for i in range(len(layout.cuts))]
+    readers = last_ranks(layout)
     written: dict[int, int] = {}
     for rank, own in enumerate(found):
         if rank not in readers:
@@ -328,8 +333,7 @@ def test_evaluation(ranks: WarmRanks, layout: Layout, first: str, samples: int) 
     assert written == expected["written"]
     assert sorted(index for rank in readers for index in found[rank]["ends"]) == list(range(samples))
     # each rank of a pipeline has its predictions; the pipelines' are one device's, batch by batch
-    for index, start in enumerate(readers):
-        stop = start + len(layout.cuts[index])
-        assert all(own["predicted"] == found[start]["predicted"] for own in found[start:stop])
+    for cut, last in zip(layout.cuts, readers, strict=True):
+        assert all(own["predicted"] == found[last]["predicted"] for own in found[last + 1 - len(cut) : last + 1])
     joined = [sum((found[rank]["predicted"][k] for rank in readers), []) for k in range(len(expected["predicted"]))]
     assert joined == expected["predicted"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, schedules
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,6 +18,7 @@ from benchmarks.pipeline_efficiency.case import SAMPLES, PipelineCase
 from lightning_hetero.emulation import Emulation
 from lightning_hetero.models.units import Unit
 from lightning_hetero.strategies import HeteroPipelineStrategy
+from lightning_hetero.strategies.pipe.mail import WAITED_S
 
 STEPS = 400
 
@@ -76,6 +78,7 @@ def torch_1f1b(case: PipelineCase, rank: int, gate: Gate) -> None:
     # torch looks for shapes by autograd.grad, which marks on several gradients do not bear
     emulation = Emulation(case.cluster().devices[rank], rank, units, case.stage_costs(rank), halves=True)
     emulation.start(blocks)
+    _tell_of_waits(emulation)
     stage = PipelineStage(blocks, rank, case.world_size, torch.device("cpu"))
     schedule = Schedule1F1B(stage, case.micro_batches, loss_fn=_loss)
     optimizer = torch.optim.AdamW(blocks.parameters(), lr=1e-3, fused=True)
@@ -86,13 +89,28 @@ def torch_1f1b(case: PipelineCase, rank: int, gate: Gate) -> None:
         if not running:
             break
         optimizer.zero_grad()
-        with emulation.step(pixels, samples=SAMPLES):
+        emulation.resume(None)
+        with emulation.step(pixels, samples=SAMPLES, chained=True):
             arguments: tuple[Any, ...] = (pixels,) if rank == 0 else ()
             schedule.step(*arguments, **({"target": labels, "losses": []} if last else {}))
         optimizer.step()
         gate.step_done()
         running = gate.wait()
     dist.destroy_process_group()
+
+
+def _tell_of_waits(emulation: Emulation) -> None:
+    """Tell the emulation when the schedule has waited for a message, as hetero_pipe's runtime does."""
+    wait = schedules._wait_batch_p2p
+
+    def wait_and_tell(works: Any) -> None:
+        began_s = time.perf_counter()
+        wait(works)
+        ended_s = time.perf_counter()
+        if ended_s - began_s > WAITED_S:
+            emulation.resume(ended_s)
+
+    schedules._wait_batch_p2p = wait_and_tell
 
 
 def _loss(output: Tensor, labels: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ class FirstBatch:
         with untouched(self.module):
             batch = self.batch(samples)
             self._instruments.take_peak_bytes()
-            self._instruments.timer.take_s()
+            self._instruments.take_busy_s()
             began_s = time.perf_counter()
             with self._instruments.step(batch):
                 loss = self._step(batch)
@@ -82,7 +82,7 @@ class FirstBatch:
                 if loss is not None and loss.requires_grad:
                     # a share of zero leaves no gradient behind, and costs what a real one costs
                     (loss * 0.0).backward()  # type: ignore[no-untyped-call]
-            busy_s = self._instruments.timer.take_s()
+            busy_s = self._instruments.take_busy_s()
             wall_s = time.perf_counter() - began_s
         return StepMeasurement(busy_s, self._instruments.take_peak_bytes(), wall_s)
 

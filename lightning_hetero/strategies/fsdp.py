@@ -425,7 +425,7 @@ class HeteroFSDPStrategy(CheckpointHooks, FSDPSteps):
             )
         self.rebalancer.begin_fit()
         self._recorder = StepRecorder()
-        self.instruments.timer.take_s()
+        self.instruments.take_busy_s()
         self.instruments.take_peak_bytes()
 
     def teardown(self) -> None:

@@ -116,7 +116,7 @@ class FSDPSteps(HeteroStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Note what the step before took, and move shares where that asks for it."""
-        busy_s = self.instruments.timer.take_s()
+        busy_s = self.instruments.take_busy_s()
         counted = self._recorder.begin_step(busy_s, comparable=self._full_steps[0] and batch_idx > 0)
         if self.rebalancer.begin_batch(busy_s, counted=counted):
             self._recorder.forget()

@@ -78,7 +78,7 @@ class Instruments:
         Args:
             batch: what the step was given; its tensors count as memory.
             samples: in each forward; by default those of the batch.
-            chained: whether units follow one another without waiting for another rank.
+            chained: whether units follow one another as in an accelerator's queue, over steps too.
         """
         if self._emulation is None or self._inside:
             yield
@@ -104,6 +104,16 @@ class Instruments:
                 yield
         finally:
             self.timer.end(-1, "backward")
+
+    def resume(self, at_s: float | None) -> None:
+        """Say that the device had nothing to do until ``at_s`` (``time.perf_counter``); None: until its next unit."""
+        if self._emulation is not None:
+            self._emulation.resume(at_s)
+
+    def take_busy_s(self) -> float:
+        """Return the seconds that this rank's own units took since the last call."""
+        hidden_s = 0.0 if self._emulation is None else self._emulation.take_hidden_s()
+        return self.timer.take_s() + hidden_s
 
     def take_peak_bytes(self) -> int | None:
         """Return the peak memory since the last call; None where nothing counts it."""

@@ -276,7 +276,7 @@ class HeteroPipelineStrategy(PipeSteps):
         self.instruments.count(self.optimizers)
         self.instruments.at_step(self._trainer.global_step)
         self._recorder = StepRecorder()
-        self.instruments.timer.take_s()
+        self.instruments.take_busy_s()
         self.instruments.take_peak_bytes()
 
     def teardown(self) -> None:

@@ -10,10 +10,12 @@ from torch import nn
 
 from lightning_hetero.errors import PlanError
 from lightning_hetero.plan import Pipeline, PipelinePlan
+from lightning_hetero.schedule import Schedule
 from lightning_hetero.strategies.pipe.gradients import OwnedGradients, ownership_of
 from lightning_hetero.strategies.pipe.loading import Hand
 from lightning_hetero.strategies.pipe.mail import Mail
 from lightning_hetero.strategies.pipe.placement import Placement, unit_with
+from lightning_hetero.strategies.pipe.reading import Reader
 from lightning_hetero.strategies.pipe.routes import Routes
 from lightning_hetero.strategies.pipe.runtime import PipelineRuntime
 from lightning_hetero.strategies.pipe.stage import Stage
@@ -57,6 +59,7 @@ class Assembly:
         placement.keep(units, device)
         self.recomputes = any(self.own.stages[stage].activation_checkpointing for stage in stages)
         self._make_hands(make_group)
+        self._schedules: dict[tuple[int, bool], Schedule] = {}
         self.gradients = self._gradients(owners, make_group)
         self.runtime = self._runtime(stages, device, make_group)
         self.owners_of_names = self._ranks_by_name(owners)
@@ -77,18 +80,32 @@ class Assembly:
         """The rank of each pipeline's last stage."""
         return tuple(each.rank_of(len(each.stages) - 1) for each in self.plan.pipelines)
 
+    def schedule(self, micro_batches: int, training: bool) -> Schedule:
+        """What the ranks of this pipeline do with so many micro-batches; the same object each time."""
+        key = micro_batches, training
+        if key not in self._schedules:
+            make = self.plan.schedule_of if training else self.plan.forward_schedule
+            self._schedules[key] = make(self.pipeline, micro_batches)
+        return self._schedules[key]
+
     # -- made once -----------------------------------------------------------------------------------------------------
 
     def _make_hands(self, make_group: MakeGroup) -> None:
         """Groups over which a pipeline's ranks, and the idle ones with the first, get its batches and outputs."""
-        self.batch_hand = self.output_hand = Hand(self.rank, self.rank, None)
+        self.first_hand = self.last_hand = Hand(self.rank, self.rank, None)
+        self.reader = Reader(self.last_hand)
         for index, pipeline in enumerate(self.plan.pipelines):
             ranks = sorted({*pipeline.ranks, *(self.plan.idle_ranks if index == 0 else ())})
-            group = make_group(ranks, backend="gloo") if len(ranks) > 1 else None
+            group, group_to_read = (
+                (make_group(ranks, backend="gloo"), make_group(ranks, backend="gloo"))
+                if len(ranks) > 1
+                else (None, None)
+            )
             if self.rank in ranks:
                 last = pipeline.rank_of(len(pipeline.stages) - 1)
-                self.batch_hand = Hand(pipeline.rank_of(0), self.rank, group)
-                self.output_hand = Hand(last, self.rank, group)
+                self.first_hand = Hand(pipeline.rank_of(0), self.rank, group)
+                self.last_hand = Hand(last, self.rank, group)
+                self.reader = Reader(Hand(last, self.rank, group_to_read))
 
     def _ranks_of_unit(self) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in self.placement.chain.units]

@@ -181,13 +181,13 @@ class PipeEvaluation(CheckpointHooks, HeteroStrategy):
                 self.precision_plugin.forward_context,
             )
             shapes = [(draws.kind, size, shapes_of(batch)) for size in sizes]
-            schedule = assembly.plan.forward_schedule(assembly.pipeline, len(sizes))
+            schedule = assembly.schedule(len(sizes), training=False)
             with same_random_states(), torch.no_grad():
                 assembly.runtime.run(schedule, work, shapes)
             if assembly.is_last:
                 joined = len(sizes) == 1 or can_be_joined(work.outputs, sizes)
                 found = (join_outputs(list(zip(work.outputs, sizes, strict=True))) if joined else None, joined)
-        output, joined = assembly.output_hand.give(found)
+        output, joined = assembly.last_hand.give(found)
         if not assembly.is_last:
             output = super().batch_to_device(output, self.root_device)
         return output, joined

@@ -65,6 +65,8 @@ class OwnedGradients:
         self._works: list[tuple[Any, Tensor, list[str]]] = []
         self._begun: set[tuple[int, ...]] = set()
         self._done_stages: set[int] = set()
+        self.ranks_with_gradient: dict[str, int] = {}
+        """of the parameters that were summed over owners: on how many of them there was a gradient, the last time"""
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -93,11 +95,6 @@ class OwnedGradients:
         trained = [name for name in self._shared[owners] if self._parameters[name].requires_grad]
         gradients = {name: self._parameters[name].grad for name in trained}
         self._works += _sums(gradients, self._parameters, self._groups[owners])
-
-    def present(self, names: Iterable[str]) -> frozenset[str]:
-        """Those of ``names`` that have a gradient now."""
-        found = ((name, self._parameters.get(name)) for name in names)
-        return frozenset(name for name, parameter in found if parameter is not None and parameter.grad is not None)
 
     def take(self, *, summed: bool) -> None:
         """Take the schedule's gradients off the parameters; put back what was set aside.
@@ -140,7 +137,7 @@ class OwnedGradients:
     def _finish_sums(self) -> None:
         for work, flat, names in self._works:
             work.wait()
-            _spread(flat, names, self._parameters)
+            self.ranks_with_gradient |= _spread(flat, names, self._parameters)
         self._works = []
 
     # -- norm ----------------------------------------------------------------------------------------------------------
@@ -181,7 +178,8 @@ def _sums(
     return found
 
 
-def _spread(flat: Tensor, names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> None:
+def _spread(flat: Tensor, names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
+    """Give the parameters their parts of a sum; returns on how many ranks each had a gradient."""
     present = flat[len(flat) - len(names) :].tolist()
     at = 0
     for name, owners_with_it in zip(names, present, strict=True):
@@ -190,6 +188,7 @@ def _spread(flat: Tensor, names: Sequence[str], parameters: Mapping[str, nn.Para
         at += parameter.numel()
         if owners_with_it:
             parameter.grad = part  # a view: the flat sum lives as long as its parts
+    return {name: int(owners_with_it) for name, owners_with_it in zip(names, present, strict=True)}
 
 
 def ownership_of(

@@ -16,6 +16,7 @@ from lightning_hetero.plan import PipelinePlan, even_parts
 from lightning_hetero.strategies import lightning_adapter
 from lightning_hetero.strategies.loaders import EVAL_STAGES
 from lightning_hetero.strategies.pipe.loading import cut_whole
+from lightning_hetero.strategies.pipe.reading import Reader
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.pipeline import HeteroPipelineStrategy
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 class PipeLoaders:
     """Turns the user's loaders into ones of pipelines.
 
-    A pipeline is to the sampler what a rank is elsewhere: it has its samples of each global batch. Its first rank
-    reads them and hands them on.
+    A pipeline is to the sampler what a rank is elsewhere: it has its samples of each global batch. One of its ranks
+    reads them and hands them on: the last, or the first where batches are the user's own.
 
     Args:
         strategy: whose plan says the shares.
@@ -120,8 +121,8 @@ class PipeLoaders:
         return self.plan.pipelines[self.strategy.pipeline_index()].micro_batches
 
     def share(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Batches that this rank reads, or gets from the one that does."""
-        return self.strategy.batch_hand().batches(batches)
+        """Batches that a pipeline's last rank reads, which is done first with a step and so reads ahead."""
+        return self.strategy.assembly.reader.batches(batches)
 
     def first_batch(self, samples: int) -> Any:
         """A batch of so many samples from the start of the training data, and nothing taken from it."""
@@ -195,7 +196,7 @@ class WholeBatches:
         self.on_start()
         strategy = self._loaders.strategy
         source, self._begun = self.loader if self._begun is None else self._begun, None
-        for batch in self._loaders.share(source):
+        for batch in Reader(strategy.assembly.first_hand).batches(source):
             size = batch_size_of(batch)
             sizes = strategy.sizes_of_pipelines(size)
             if min(sizes) < 0:

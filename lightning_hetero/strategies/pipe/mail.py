@@ -14,6 +14,7 @@ ranks messages of one direction are received in the order in which they are sent
 from __future__ import annotations
 
 import pickle
+import time
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,9 @@ from lightning_hetero.models.chain import Values
 
 _AHEAD = 1
 """messages of each sender whose receives are posted before they are asked for, besides the one at hand"""
+
+WAITED_S = 2e-4
+"""A wait for a message that took longer was one: the message was not there yet."""
 
 _UNWAITED = 3
 """messages to one rank that may be under way before the oldest is waited for, where nothing comes back for them"""
@@ -116,6 +120,8 @@ class Mail:
         self._answered = False
         self._at_home: dict[Letter, Values] = {}
         self.received: list[Letter] = []
+        self.arrived_s: float | None = None
+        """when (``time.perf_counter``) the last letter came that had to be waited for; its reader sets it to None"""
 
     def begin(self, expected: Iterable[Letter], shapes: Sequence[Hashable], answered: bool) -> None:
         """Begin a step.
@@ -194,8 +200,7 @@ class Mail:
         if posted.letter != letter:
             raise RuntimeError(f"{letter} was asked for and {posted.letter} comes next: the schedule's order is broken")
         self._post_ahead(source, letter.forward, inbox)
-        for work in posted.works:
-            work.wait()
+        self._wait(posted.works)
         self.received.append(letter)
         if not letter.forward:
             self._drop_answered(source, letter)
@@ -205,6 +210,14 @@ class Mail:
                 if value is not None and spec is not None and spec.requires_grad:
                     value.requires_grad_()
         return posted.values
+
+    def _wait(self, works: list[Any]) -> None:
+        began_s = time.perf_counter()
+        for work in works:
+            work.wait()
+        ended_s = time.perf_counter()
+        if ended_s - began_s > WAITED_S:
+            self.arrived_s = ended_s
 
     def _drop_answered(self, source: int, answer: Letter) -> None:
         """Let go of the values whose gradients have come: they have left (gloo does not say so without a wait)."""
@@ -243,9 +256,9 @@ class Mail:
     def _receive_header(self, letter: Letter, source: int) -> Specs:
         size = torch.zeros(1, dtype=torch.int64, device=self._device)
         group, tag = self._groups[True], self._tag(letter)
-        dist.irecv(size, source, group=group, tag=tag).wait()  # type: ignore[union-attr]
+        self._wait([dist.irecv(size, source, group=group, tag=tag)])
         content = torch.empty(int(size.item()), dtype=torch.uint8, device=self._device)
-        dist.irecv(content, source, group=group, tag=tag).wait()  # type: ignore[union-attr]
+        self._wait([dist.irecv(content, source, group=group, tag=tag)])
         specs: Specs = pickle.loads(content.cpu().numpy().tobytes())
         return specs
 

@@ -38,6 +38,9 @@ class StepWork(Protocol):
     ) -> AbstractContextManager[Any]:
         """Return a context around what an action of ``kind`` computes; ``received`` came from elsewhere."""
 
+    def inputs_came(self, at_s: float | None) -> None:
+        """Hear until when this rank waited for the next action's inputs; None where a run begins."""
+
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return a context around forwards (autocast)."""
 
@@ -72,6 +75,7 @@ class PipelineRuntime:
         self.mail = mail
         self.at: Action | None = None
         self.executed: list[Action] = []
+        self._letters: dict[int, tuple[Schedule, tuple[Letter, ...]]] = {}
 
     def run(self, schedule: Schedule, work: StepWork, shapes: Sequence[Hashable]) -> None:
         """Run this rank's row of ``schedule``.
@@ -86,6 +90,7 @@ class PipelineRuntime:
         last_of_stage = {action.stage: index for index, action in enumerate(row)}
         self.executed = []
         answered = any(action.kind != FORWARD for action in row)
+        work.inputs_came(None)
         self.mail.begin(self._expected(schedule), shapes, answered=answered)
         try:
             for index, action in enumerate(row):
@@ -101,8 +106,13 @@ class PipelineRuntime:
             raise  # with self.at left, for the message
         self.at = None
 
-    def _expected(self, schedule: Schedule) -> Iterator[Letter]:
-        """Letters to this rank, each sender's in the order in which it sends them."""
+    def _expected(self, schedule: Schedule) -> tuple[Letter, ...]:
+        """Letters to this rank, each sender's in the order in which it sends them; found once for each schedule."""
+        if id(schedule) not in self._letters:
+            self._letters[id(schedule)] = schedule, tuple(self._letters_of(schedule))
+        return self._letters[id(schedule)][1]
+
+    def _letters_of(self, schedule: Schedule) -> Iterator[Letter]:
         for row in schedule.rows:
             for action in row:
                 stage, k = action.stage, action.micro_batch
@@ -129,6 +139,7 @@ class PipelineRuntime:
         received: Values = {}
         for source in self._routes.sources(stage):
             received |= self.mail.take(Letter(source, stage, k))
+        self._tell_of_waits(work)
         with work.computing(k, list(received.values())):
             if stage == 0:
                 received = work.begin(k)
@@ -139,6 +150,11 @@ class PipelineRuntime:
         for target in self._routes.targets(stage):
             names = self._routes.between(stage, target)
             self.mail.send(Letter(stage, target, k), {name: values[name] for name in names})
+
+    def _tell_of_waits(self, work: StepWork) -> None:
+        if self.mail.arrived_s is not None:
+            work.inputs_came(self.mail.arrived_s)
+            self.mail.arrived_s = None
 
     def _end(self, stage: int, k: int, values: Values, work: StepWork) -> None:
         with work.forward_context():
@@ -154,6 +170,7 @@ class PipelineRuntime:
             for name, gradient in self.mail.take(Letter(target, stage, k, forward=False)).items():
                 if gradient is not None:
                     gradients.setdefault(name, []).append(gradient)
+        self._tell_of_waits(work)
         with work.computing(k, [part for parts in gradients.values() for part in parts], action.kind):
             own = self.stages[stage]
             found = (own.backward if action.kind == BACKWARD else own.backward_inputs)(k, gradients)

@@ -66,6 +66,10 @@ class Instrumented:
         """Random states of a micro-batch."""
         return self._draws[micro_batch]
 
+    def inputs_came(self, at_s: float | None) -> None:
+        """What is emulated had nothing to do until then."""
+        self._instruments.resume(at_s)
+
     @contextmanager
     def computing(self, micro_batch: int, received: Sequence[Tensor | None], kind: str = FORWARD) -> Iterator[None]:
         """Measure, and emulate where the cluster says so."""

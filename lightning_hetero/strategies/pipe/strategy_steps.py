@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from lightning_hetero.strategies import torch_adapter
 from lightning_hetero.strategies.loss_weight import LossWeight
 from lightning_hetero.strategies.pipe.evaluation import PipeEvaluation
 from lightning_hetero.strategies.pipe.gradients import Release
-from lightning_hetero.strategies.pipe.loading import Hand, shapes_of
+from lightning_hetero.strategies.pipe.loading import shapes_of
 from lightning_hetero.strategies.pipe.logs import StepLog, join_logs, values_are_everyones
 from lightning_hetero.strategies.pipe.placement import Placement
 from lightning_hetero.strategies.pipe.randomness import Draws
@@ -66,10 +67,6 @@ class PipeSteps(PipeEvaluation):
     def pipeline_index(self) -> int:
         """Index of this rank's pipeline."""
         return self.assembly.pipeline
-
-    def batch_hand(self) -> Hand:
-        """What hands this pipeline's batches around."""
-        return self.assembly.batch_hand
 
     def sizes_of_pipelines(self, own: int) -> tuple[int, ...]:
         """Every pipeline's number, of which each rank knows its own (a collective)."""
@@ -168,7 +165,7 @@ class PipeSteps(PipeEvaluation):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Note what the step before took."""
-        busy_s = self.instruments.timer.take_s()
+        busy_s = self.instruments.take_busy_s()
         self._recorder.begin_step(busy_s, comparable=self._full_steps[0] and batch_idx > 0)
         self.instruments.at_step(self._trainer.global_step)
         self._batch, self._has_run = batch, False
@@ -186,9 +183,27 @@ class PipeSteps(PipeEvaluation):
         # a collective, for ranks that stay idle as well
         weights = self._weights(batches, sizes)
         with same_random_states():
-            result = self._run_training(batches, weights, sizes, args[1:], kwargs)
-        results = self.gather_objects(result)
-        return self._conclude(results, sizes)
+            told = self._tell(lambda: self._run_training(batches, weights, sizes, args[1:], kwargs))
+        self.assembly.reader.read_ahead()
+        self._refuse_both_sides()
+        concluded = self._conclude(told, sizes)
+        self.assembly.reader.go_on()
+        return concluded
+
+    def _tell(self, run: Callable[[], StepResult | None]) -> list[StepResult]:
+        """Run, and return every pipeline's result on every rank; a last rank that is done early waits for nobody."""
+        if len(self.assembly.plan.pipelines) > 1:
+            everyones = self.gather_objects(run())
+            return [everyones[rank] for rank in self.assembly.last_ranks()]
+        hand = self.assembly.last_hand
+        asked = None if hand.alone or hand.gives else hand.ask()
+        result = run()
+        if asked is not None:
+            return [pickle.loads(asked.take())]
+        assert result is not None
+        if not hand.alone:
+            hand.hand_on(pickle.dumps(result))
+        return [result]
 
     def _run_training(
         self,
@@ -197,13 +212,13 @@ class PipeSteps(PipeEvaluation):
         sizes: tuple[int, ...],
         rest: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> tuple[StepResult | None, frozenset[str]]:
+    ) -> StepResult | None:
         assembly = self.assembly
         gradients = assembly.gradients
         gradients.begin(keep=self._accumulated or self._keeps_gradients())
         if assembly.runtime is None:
             gradients.take(summed=not self._sums_late())
-            return None, frozenset()
+            return None
         module = self.lightning_module
         assert module is not None
         wanted = assembly.plan.runnable(assembly.pipeline, len(batches))
@@ -235,15 +250,14 @@ class PipeSteps(PipeEvaluation):
         # what is frozen says which values want a gradient; every rank knows it, of its own parameters and of others'
         trained = hash(tuple(parameter.requires_grad for parameter in module.parameters()))
         shapes = [("training", trained, shapes_of(batch)) for batch in batches]
-        schedule = assembly.plan.schedule_of(assembly.pipeline, wanted)
+        schedule = assembly.schedule(wanted, training=True)
         try:
             assembly.runtime.run(schedule, work, shapes)
         except BaseException:
             gradients.drop()
             raise
-        outside = gradients.present(assembly.placement.outside)
         gradients.take(summed=not self._sums_late())
-        return (work.result() if assembly.is_last else None), outside
+        return work.result() if assembly.is_last else None
 
     def _weights(self, batches: MicroBatches, sizes: tuple[int, ...]) -> list[float]:
         """What each micro-batch of this pipeline counts for in the global batch."""
@@ -295,12 +309,9 @@ class PipeSteps(PipeEvaluation):
         scaler = self._scaler()
         return loss if scaler is None else scaler.scale(loss)
 
-    def _conclude(self, results: list[tuple[StepResult | None, frozenset[str]]], sizes: tuple[int, ...]) -> Any:
+    def _conclude(self, parts: list[StepResult], sizes: tuple[int, ...]) -> Any:
         """Log for this rank what all pipelines logged; return the step's output."""
         assembly = self.assembly
-        self._refuse_both_sides(results)
-        told = [results[rank][0] for rank in assembly.last_ranks()]
-        parts = [each for each in told if each is not None]
         own = parts[assembly.pipeline]
         if not assembly.is_last:
             self._log.take_metric_states(own.metrics)
@@ -316,26 +327,30 @@ class PipeSteps(PipeEvaluation):
             return loss
         return {**move_data_to_device(join_outputs(extras), self.root_device), "loss": loss}
 
-    def _refuse_both_sides(self, results: list[tuple[StepResult | None, frozenset[str]]]) -> None:
-        problems = []
-        for index, pipeline in enumerate(self.assembly.plan.pipelines):
-            first, last = pipeline.rank_of(0), pipeline.rank_of(len(pipeline.stages) - 1)
-            if first != last:
-                problems += [
-                    f"{name} (pipeline {index}: ranks {first} and {last})"
-                    for name in sorted(results[first][1] & results[last][1])
-                ]
+    def _refuse_both_sides(self) -> None:
+        """After sums over owners: a parameter that has a gradient on both ends of a pipeline is used on both."""
+        pipelines = self.assembly.plan.pipelines
+        ends = [(each.rank_of(0), each.rank_of(len(each.stages) - 1)) for each in pipelines]
+        where = "; ".join(f"pipeline {i}: ranks {first} and {last}" for i, (first, last) in enumerate(ends))
+        found = self.assembly.gradients.ranks_with_gradient
         raise_all(
             UnsupportedError,
             "parameters outside the split model are used both before and after it, which a pipeline cannot run: use "
             "two parameters, or move what uses them into the model",
-            problems,
+            [
+                f"{name} ({where})"
+                for name in sorted(self.assembly.placement.outside)
+                if found.get(name, 0) > len(pipelines)
+            ],
         )
 
     def _release(self, incoming: Tensor) -> None:
         scaler = self._scaler()
         factor = float(incoming) / (1.0 if scaler is None else scaler.get_scale())
-        self.assembly.gradients.release(factor, sum_now=self._sums_late() and not self._accumulates)
+        sum_now = self._sums_late() and not self._accumulates
+        self.assembly.gradients.release(factor, sum_now=sum_now)
+        if sum_now:
+            self._refuse_both_sides()
         self._accumulated = self._accumulates
 
     @contextmanager
@@ -356,7 +371,9 @@ class PipeSteps(PipeEvaluation):
                 stack.enter_context(self.instruments.step(None, samples=1))
                 return result
 
-            return super().optimizer_step(optimizer, closure_then_counted, model, **kwargs)
+            result = super().optimizer_step(optimizer, closure_then_counted, model, **kwargs)
+        self.assembly.reader.go_on()
+        return result
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -369,6 +386,7 @@ class PipeSteps(PipeEvaluation):
     def on_train_end(self) -> None:
         """Say what each rank did."""
         assembly = self.assembly
+        assembly.reader.end()
         step_s, busy_s = self._recorder.medians()
         stages = assembly.own.stages_of(self.global_rank) if assembly.takes_part else ()
         own = PipeSummary(
