@@ -17,6 +17,25 @@ SAMPLES = 4  # of a micro-batch
 
 
 @dataclass(frozen=True)
+class Beside:
+    """What a step takes beside its stages on a machine: two constants of it, the same for every case.
+
+    Args:
+        message_s: from the end of one stage to the begin of the next.
+        step_s: before and after the schedule: reading, logging, the optimizer, Lightning.
+    """
+
+    message_s: float = 0.0
+    step_s: float = 0.0
+
+    @classmethod
+    def of(cls, excess_s: tuple[float, float], messages: tuple[int, int]) -> Beside:
+        """From what two cases of one micro-batch took beside their stages, and how many messages are in each."""
+        message_s = (excess_s[1] - excess_s[0]) / (messages[1] - messages[0])
+        return cls(message_s, excess_s[0] - messages[0] * message_s)
+
+
+@dataclass(frozen=True)
 class PipelineCase:
     """One pipeline over all ranks of the cluster.
 
@@ -109,8 +128,9 @@ class PipelineCase:
             seconds.append(StageSeconds(forward_s, 2 * forward_s))
         return seconds
 
-    def predicted_s(self) -> float:
-        """Of a step, by the simulator."""
+    def predicted_s(self, beside: Beside | None = None) -> float:
+        """Of a step, by the simulator; with what it takes beside the stages, where that is given."""
+        beside = beside or Beside()
         depths = warmup_depths(len(self.cut), self.micro_batches, self.extra)
         schedule = build_schedule(
             self.schedule,
@@ -119,7 +139,8 @@ class PipelineCase:
             warmup=depths if self.schedule == "1f1b" else None,
             stages_per_rank=len(self.cut) // self.world_size,
         )
-        return simulate_pipeline(schedule, self.stage_seconds()).step_s
+        hops = [beside.message_s] * (len(self.cut) - 1)
+        return simulate_pipeline(schedule, self.stage_seconds(), hops).step_s + beside.step_s
 
     def bound_s(self) -> float:
         """The way of one micro-batch, and the slowest stage for each further one."""
