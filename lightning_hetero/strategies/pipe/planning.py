@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["Basis", "PipelineOptions", "describe", "find_basis", "make_plan", "merge_units"]
 
 _REPEATS = 3
-_SIZES = (1, 4, 16)  # samples that are measured: a line through small sizes alone would carry their noise far
+_PARTS = (8, 2, 1)  # of a rank's even share: few samples take as long as some more, and say little of many
 _SAMPLES = 2  # of the batch from which shapes are learned
 _DTYPES = {"64-true": "float64", "bf16-true": "bfloat16", "16-true": "float16"}
 
@@ -131,7 +131,8 @@ def find_basis(strategy: HeteroPipelineStrategy, trainer: pl.Trainer, placement:
         costs = merge_units(strategy.costs, placement, call)
         planning_cluster = cluster
     else:
-        costs, planning_cluster = _measured(strategy, placement, call, dtype, batch_size)
+        share = max(1, batch_size // strategy.world_size)
+        costs, planning_cluster = _measured(strategy, placement, call, dtype, share)
     optimizer = _optimizer_name(strategy, trainer)
     training = Training(batch_size, precision=precision, optimizer=optimizer)
     return Basis(costs, planning_cluster, training)
@@ -244,7 +245,7 @@ def _filled(value: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def _measured(
-    strategy: HeteroPipelineStrategy, placement: Placement, call: Call, dtype: str, batch_size: int
+    strategy: HeteroPipelineStrategy, placement: Placement, call: Call, dtype: str, share: int
 ) -> tuple[ModelCosts, Cluster]:
     """Every rank measures the units on its device; those of a type that come out alike are one (a collective)."""
     cluster = strategy.cluster
@@ -256,7 +257,7 @@ def _measured(
         call.tensors(),
         dtype=dtype,
         device=strategy.root_device,
-        micro_batches=sorted({min(size, batch_size) for size in _SIZES}),
+        micro_batches=sorted({max(1, share // parts) for parts in _PARTS}),
         repeats=_REPEATS,
         loss=_loss,
         emulated=emulated,
@@ -264,19 +265,15 @@ def _measured(
     (measured,) = costs.devices
     own = {unit.name: unit.timings[measured] for unit in costs.units}
     everyones: list[dict[str, UnitTiming]] = strategy.gather_objects(own)
-    kinds = _kinds(cluster.device_types(), [_total_s(timings) for timings in everyones])
-    pooled = _pooled(kinds, everyones)
+    totals = [sum(t.forward_s(share) + t.backward_s(share) for t in each.values()) for each in everyones]
+    kinds = _kinds(cluster.device_types(), totals)
+    pooled = _pooled(kinds, everyones, totals)
     units = tuple(
         replace(unit, timings={kind: timings[unit.name] for kind, timings in pooled.items()}) for unit in costs.units
     )
     costs = replace(costs, units=units, devices=dict.fromkeys(pooled, "measured"))
     devices = tuple(replace(device, type=kind) for device, kind in zip(cluster.devices, kinds, strict=True))
     return merge_units(costs, placement, call), replace(cluster, devices=devices)
-
-
-def _total_s(timings: Mapping[str, UnitTiming]) -> float:
-    """Of all units with the most samples that are measured, where noise weighs least."""
-    return sum(timing.forward_s(_SIZES[-1]) + timing.backward_s(_SIZES[-1]) for timing in timings.values())
 
 
 def _kinds(types: Sequence[str], seconds: Sequence[float]) -> list[str]:
@@ -291,11 +288,13 @@ def _kinds(types: Sequence[str], seconds: Sequence[float]) -> list[str]:
     return kinds
 
 
-def _pooled(kinds: Sequence[str], everyones: Sequence[Mapping[str, UnitTiming]]) -> dict[str, dict[str, UnitTiming]]:
+def _pooled(
+    kinds: Sequence[str], everyones: Sequence[Mapping[str, UnitTiming]], totals: Sequence[float]
+) -> dict[str, dict[str, UnitTiming]]:
     """Per kind and unit, the timing of the member whose total is the least: noise makes a measurement longer."""
     found = {}
     for kind in dict.fromkeys(kinds):
-        members = sorted((r for r, each in enumerate(kinds) if each == kind), key=lambda r: _total_s(everyones[r]))
+        members = sorted((r for r, each in enumerate(kinds) if each == kind), key=lambda r: totals[r])
         found[kind] = dict(everyones[members[0]])
     return found
 
