@@ -45,6 +45,9 @@ from lightning_hetero.units import format_bytes
 _SPIN_S = 60e-6
 """A sleep ends this long before its deadline (Linux wakes some 55 us late); the rest is waited for awake."""
 
+_AWAKE_S = 1e-3
+"""A shorter wait is spent awake: who gives up a CPU that others want gets it back a time slice (some 3 ms) later."""
+
 _SHORT_S = 1e-3
 """Units with a shorter target are not timed one by one: scheduling and dispatch alone take that long."""
 
@@ -364,7 +367,7 @@ def _timings(units: Sequence[Unit], costs: ModelCosts, device_type: str) -> list
 
 def _sleep_until(deadline_s: float) -> None:
     left_s = deadline_s - time.perf_counter()
-    if left_s > _SPIN_S:
+    if left_s > _AWAKE_S:
         time.sleep(left_s - _SPIN_S)
     while time.perf_counter() < deadline_s:
         pass
