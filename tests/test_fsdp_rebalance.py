@@ -385,6 +385,7 @@ def slow_input() -> tuple[int, ...]:
     return shares
 
 
+@pytest.mark.slow
 def test_a_rank_whose_input_is_slow_is_a_slow_rank(ranks: WarmRanks) -> None:
     """Three times as slow: 6, 2 by the numbers; a busy machine may make it less clear."""
     for shares in ranks.run(2, slow_input):
