@@ -157,8 +157,8 @@ def test_in_the_middle_of_a_schedule(ranks: WarmRanks, tmp_path: Any, where: str
 @pytest.mark.parametrize(
     ("where", "layout", "culprit", "place", "kind", "workers"),
     [
-        ("dataset", THREE, 0, "train, step 1", "ArithmeticError", 0),
-        ("dataset", THREE, 0, "train, step 1", "ArithmeticError", 1),
+        ("dataset", THREE, 2, "train, step 1", "ArithmeticError", 0),
+        ("dataset", THREE, 2, "train, step 1", "ArithmeticError", 1),
         ("dataset", PAIR, None, "train, step ", "ArithmeticError", 0),
         ("saving", THREE, 0, "train, step 2", "OSError", 0),
         ("validation", PAIR, 1, "validate, step ", "ArithmeticError", 0),

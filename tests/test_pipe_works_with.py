@@ -71,7 +71,7 @@ def planned(first: str, options: dict[str, Any]) -> Any:
     module = seeded(Evaluated)
     whole = seeded(Evaluated).double()
     data = DataLoader(points(24), batch_size=3)
-    strategy = PAIR.strategy(plan="auto", **options)
+    strategy = PAIR.strategy(plan="auto", pipelines=1, **options)
     trainer = trainer_of(PAIR, strategy)
     x, y = points(24)[:]
     logits = whole.model(x).detach()
