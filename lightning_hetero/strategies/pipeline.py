@@ -24,7 +24,7 @@ from lightning_hetero.strategies.arguments import read_costs
 from lightning_hetero.strategies.instruments import Instruments
 from lightning_hetero.strategies.loss_weight import LossWeight, loss_weight_problems
 from lightning_hetero.strategies.pipe import planning
-from lightning_hetero.strategies.pipe.arguments import pipeline_problems, read_plan, refused_callbacks
+from lightning_hetero.strategies.pipe.arguments import PipelineOptions, pipeline_problems, read_plan, refused_callbacks
 from lightning_hetero.strategies.pipe.assembly import Assembly
 from lightning_hetero.strategies.pipe.checkpoints import PipeCheckpoints
 from lightning_hetero.strategies.pipe.loaders import PipeLoaders
@@ -95,7 +95,7 @@ class HeteroPipelineStrategy(PipeSteps):
         **kwargs: Any,
     ) -> None:
         super().__init__(cluster, timeout=timeout, **kwargs)
-        self.options = planning.PipelineOptions(
+        self.options = PipelineOptions(
             micro_batch_size, schedule, pipelines, activation_checkpointing, given=plan != "auto"
         )
         raise_all(
@@ -109,8 +109,7 @@ class HeteroPipelineStrategy(PipeSteps):
         self.costs = read_costs(costs)
         self.unit_costs: ModelCosts | None = None
         """what the plan was made from, unit by unit of the chain"""
-        self._splitting: Splitting | None = None
-        self._basis: planning.Basis | None = None
+        self._splitting: Splitting | None = None  # that a plan was asked for beforehand
         self._users_loss_weight = loss_weight
         self._summary = summary
         self.loaders = PipeLoaders(self, global_batch_size)
@@ -173,8 +172,7 @@ class HeteroPipelineStrategy(PipeSteps):
             self.cluster = self.broadcast(Cluster.discover())
         self.precision_plugin.convert_module(module)  # in place
         self._splitting = Splitting(self, trainer, module, self._module_name)
-        self._basis = planning.find_basis(self, trainer, self._splitting.placement)
-        return self._basis
+        return self._splitting.basis()
 
     def _assemble(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Plan, and keep what the plan gives this rank."""
@@ -185,10 +183,10 @@ class HeteroPipelineStrategy(PipeSteps):
                 "Build it anew and load a checkpoint, or go on with the same Trainer"
             )
         self.model = self.precision_plugin.convert_module(module)
-        splitting = self._splitting or Splitting(self, trainer, module, self._module_name)
+        splitting, self._splitting = self._splitting or Splitting(self, trainer, module, self._module_name), None
         self._model_key = ModelKey(type(module).__name__, size_of(splitting.placement.model))
         if self._given_plan is None:
-            basis = self._basis or planning.find_basis(self, trainer, splitting.placement)
+            basis = splitting.basis()
             self.unit_costs = basis.costs
             self.plan = planning.make_plan(self, basis)
             said = f"hetero_pipe: {self.cluster.describe()}; {planning.describe(self.plan)}"
