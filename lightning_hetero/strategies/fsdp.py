@@ -25,7 +25,7 @@ from lightning_hetero.kept import KeptLoader
 from lightning_hetero.models.units import Unit, find_units
 from lightning_hetero.plan import ModelKey, ShardPlan
 from lightning_hetero.planner.measured import MeasuredRanks
-from lightning_hetero.strategies import lightning_adapter, planning, torch_adapter
+from lightning_hetero.strategies import lightning_adapter, planning, results_adapter, torch_adapter
 from lightning_hetero.strategies.arguments import argument_problems, read_costs, read_plan
 from lightning_hetero.strategies.block_forwards import BlockForwards
 from lightning_hetero.strategies.checkpoint_hooks import CheckpointHooks
@@ -246,7 +246,7 @@ class HeteroFSDPStrategy(CheckpointHooks, FSDPSteps):
         raise_all(UnsupportedError, "the devices lack what was asked for", self._option_problems({}))
         self._model_key = ModelKey(type(module).__name__, sum(p.numel() for p in module.parameters()))
         self._loaders.check_plan(self.cluster, self._model_key)
-        lightning_adapter.weigh_logged_values(trainer, self)
+        results_adapter.weigh_logged_values(trainer, self)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             # modules wrapped by FSDP2 that ran under inference_mode crash in a later training step (fact 5)
             loop.inference_mode = False

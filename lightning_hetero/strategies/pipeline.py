@@ -19,7 +19,7 @@ from lightning_hetero.costs import ModelCosts
 from lightning_hetero.errors import HeteroError, UnsupportedError, raise_all
 from lightning_hetero.models.units import Unit, find_units
 from lightning_hetero.plan import ModelKey, PipelinePlan
-from lightning_hetero.strategies import lightning_adapter
+from lightning_hetero.strategies import lightning_adapter, results_adapter
 from lightning_hetero.strategies.arguments import read_costs
 from lightning_hetero.strategies.instruments import Instruments
 from lightning_hetero.strategies.loss_weight import LossWeight, loss_weight_problems
@@ -151,7 +151,7 @@ class HeteroPipelineStrategy(PipeSteps):
             self._assemble(trainer, module)
         else:
             self.model = module
-        lightning_adapter.weigh_logged_values(trainer, self, training=False)
+        results_adapter.weigh_logged_values(trainer, self, training=False)
         if fitting:
             self.setup_optimizers(trainer)
             lightning_adapter.clip_norms_by(self.precision_plugin, self._clip)

@@ -17,6 +17,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from lightning_hetero.strategies.results_adapter import as_it_is
 from lightning_hetero.strategies.untouched import untouched
 
 _DROPPED = ("sync_dist", "sync_dist_group", "enable_graph", "metric_attribute")
@@ -182,14 +183,10 @@ def _to(value: Any, device: torch.device) -> Any:
     return apply_to_collection(value, Tensor, lambda tensor: tensor.detach().to(device))
 
 
-def _as_it_is(value: Any, *args: Any, **kwargs: Any) -> Any:
-    return value
-
-
 @contextmanager
 def values_are_everyones(strategy: Any) -> Iterator[None]:
     """Values logged meanwhile are the same on all ranks: Lightning takes and keeps the strategy's reduction, none."""
-    strategy.__dict__["reduce"] = _as_it_is
+    strategy.__dict__["reduce"] = as_it_is
     try:
         yield
     finally:
