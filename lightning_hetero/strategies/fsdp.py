@@ -29,7 +29,7 @@ from lightning_hetero.strategies import lightning_adapter, planning, results_ada
 from lightning_hetero.strategies.arguments import argument_problems, read_costs, read_plan
 from lightning_hetero.strategies.block_forwards import BlockForwards
 from lightning_hetero.strategies.checkpoint_hooks import CheckpointHooks
-from lightning_hetero.strategies.checkpoints import Checkpoints
+from lightning_hetero.strategies.checkpoints import ShardCheckpoints
 from lightning_hetero.strategies.companions import Companions
 from lightning_hetero.strategies.fsdp_steps import FSDPSteps
 from lightning_hetero.strategies.gradients import GradientReduction, clip_by_one_norm
@@ -189,7 +189,7 @@ class HeteroFSDPStrategy(CheckpointHooks, FSDPSteps):
         self.groups: ShardGroups
         self.gradients: GradientReduction
         self._loaders = Loaders(self, global_batch_size)
-        self._checkpoints = Checkpoints(self, save_distributed_checkpoint, weights_only)
+        self._checkpoints = ShardCheckpoints(self, save_distributed_checkpoint, weights_only)
         self._users_loss_weight = loss_weight
         self.loss_weight: LossWeight | None = None  # from set-up on
         self.rebalance_is_asked = bool(rebalance)

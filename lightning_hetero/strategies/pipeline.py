@@ -113,7 +113,7 @@ class HeteroPipelineStrategy(PipeSteps):
         self._users_loss_weight = loss_weight
         self._summary = summary
         self.loaders = PipeLoaders(self, global_batch_size)
-        self._checkpoints: PipeCheckpoints = PipeCheckpoints(self, weights_only)  # type: ignore[assignment]
+        self._checkpoints = PipeCheckpoints(self, weights_only)
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
