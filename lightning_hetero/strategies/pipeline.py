@@ -13,7 +13,6 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_hetero.callbacks import EmulatedDevices
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import ModelCosts
 from lightning_hetero.errors import HeteroError, UnsupportedError, raise_all
@@ -32,7 +31,6 @@ from lightning_hetero.strategies.pipe.placement import Placement, move, size_of
 from lightning_hetero.strategies.pipe.splitting import Splitting
 from lightning_hetero.strategies.pipe.strategy_steps import PipeSteps
 from lightning_hetero.strategies.scaler import share_scaler
-from lightning_hetero.strategies.summary import StepRecorder
 
 _PLACED = "_hetero_pipe_placed_by"
 
@@ -141,12 +139,9 @@ class HeteroPipelineStrategy(PipeSteps):
                 "training_step that stages in the middle never run. Set automatic_optimization = True, or use "
                 "hetero_fsdp"
             )
-        if self.cluster is None:
-            self.cluster = self.broadcast(Cluster.discover())
-        self._refuse_double_emulation(trainer)
+        self._know_cluster()
         self.loss_weight = LossWeight.of_user(self._users_loss_weight, module, self.global_rank)
-        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            loop.inference_mode = False  # what it makes cannot take part in a later training step
+        self._evaluate_without_inference_mode(trainer)
         if self._assembly is None or self._assembly.placement.root is not module:
             self._assemble(trainer, module)
         else:
@@ -158,18 +153,9 @@ class HeteroPipelineStrategy(PipeSteps):
         share_scaler(self.precision_plugin, self.root_device)
         self.setup_precision_plugin()
 
-    def _refuse_double_emulation(self, trainer: Any) -> None:
-        assert self.cluster is not None
-        if self.cluster.emulate and any(isinstance(c, EmulatedDevices) for c in trainer.callbacks):
-            raise UnsupportedError(
-                f"cluster {self.cluster.name!r} is emulated by the strategy already: leave the EmulatedDevices "
-                "callback out, or the devices would be slowed twice"
-            )
-
     def find_basis(self, trainer: pl.Trainer, module: pl.LightningModule) -> planning.Basis:
         """Measure what a plan is made from, and keep it for the plan (a collective); ``hetero_auto`` asks first."""
-        if self.cluster is None:
-            self.cluster = self.broadcast(Cluster.discover())
+        self._know_cluster()
         self.precision_plugin.convert_module(module)  # in place
         self._splitting = Splitting(self, trainer, module, self._module_name)
         return self._splitting.basis()
@@ -231,27 +217,16 @@ class HeteroPipelineStrategy(PipeSteps):
                 continue  # outside the split model: no costs
             units.append(unit)
         recomputed = {unit.name for unit in units} if self._assembly.recomputes else set()
-        emulated = self.cluster.devices[self.global_rank] if self.cluster.emulate else None
         self.instruments = Instruments(
             module,
             units,
             self.root_device,
             self.global_rank,
-            emulated=emulated,
+            emulated=self._emulated_device(),
             costs=self.costs,
             recomputed=recomputed,
             halves=self._assembly.plan.schedule == "zero_bubble",
         )
-
-    @property
-    def plan_is_given(self) -> bool:
-        """Whether the user gave the plan."""
-        return self._given_plan is not None
-
-    @property
-    def global_batch_size(self) -> int | None:  # type: ignore[override]
-        """Samples per training step over all ranks; None before the training loader is known."""
-        return self.loaders.global_batch_size
 
     def restore_global_batch(self, saved: int) -> None:
         """Tell of a checkpoint with another global batch; the plan was made for this run's."""
@@ -261,10 +236,6 @@ class HeteroPipelineStrategy(PipeSteps):
                 f"{self.global_batch_size}"
             )
 
-    def process_dataloader(self, dataloader: object) -> object:
-        """Replace the user's loader by one that reads each pipeline's share once."""
-        return self.loaders.process(dataloader)
-
     # -- a fit ---------------------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
@@ -273,15 +244,7 @@ class HeteroPipelineStrategy(PipeSteps):
         self.loaders.skip(lightning_adapter.batches_to_skip(self._trainer), self._trainer.current_epoch)
         self.instruments.count(self.optimizers)
         self.instruments.at_step(self._trainer.global_step)
-        self._recorder = StepRecorder()
-        self.instruments.take_busy_s()
-        self.instruments.take_peak_bytes()
-
-    def teardown(self) -> None:
-        """Take our hooks off the module."""
-        if hasattr(self, "instruments"):
-            self.instruments.close()
-        super().teardown()
+        self._begin_to_count()
 
     def _clip(self, parameters: list[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
         """Clip by the norm over all stages, which every rank finds alike."""
