@@ -27,7 +27,7 @@ from lightning_hetero.strategies.pipe.arguments import PipelineOptions, pipeline
 from lightning_hetero.strategies.pipe.assembly import Assembly
 from lightning_hetero.strategies.pipe.checkpoints import PipeCheckpoints
 from lightning_hetero.strategies.pipe.loaders import PipeLoaders
-from lightning_hetero.strategies.pipe.placement import Placement, move, size_of
+from lightning_hetero.strategies.pipe.placement import move, size_of
 from lightning_hetero.strategies.pipe.splitting import Splitting
 from lightning_hetero.strategies.pipe.strategy_steps import PipeSteps
 from lightning_hetero.strategies.scaler import share_scaler
@@ -146,6 +146,7 @@ class HeteroPipelineStrategy(PipeSteps):
             self._assemble(trainer, module)
         else:
             self.model = module
+        self._attach_instruments(module)  # teardown took them off
         results_adapter.weigh_logged_values(trainer, self, training=False)
         if fitting:
             self.setup_optimizers(trainer)
@@ -175,8 +176,7 @@ class HeteroPipelineStrategy(PipeSteps):
             basis = splitting.basis()
             self.unit_costs = basis.costs
             self.plan = planning.make_plan(self, basis)
-            said = f"hetero_pipe: {self.cluster.describe()}; {planning.describe(self.plan)}"
-            rank_zero_info(said)
+            rank_zero_info(f"hetero_pipe: {self.cluster.describe()}; {planning.describe(self.plan)}")
         assert self.plan is not None
         self.plan.validate(cluster=self.cluster, model=self._model_key)
         self.loaders.use_plan(self.plan)
@@ -187,7 +187,6 @@ class HeteroPipelineStrategy(PipeSteps):
         )
         move(module, self.root_device)
         self._roles_and_log(module, placement)
-        self._attach_instruments(module, placement)
         self._join_metrics(module)
 
     def model_to_device(self) -> None:
@@ -201,10 +200,8 @@ class HeteroPipelineStrategy(PipeSteps):
             return None
         return dist.new_group(sorted(ranks), timeout=self._timeout, backend=backend)
 
-    def _attach_instruments(self, module: pl.LightningModule, placement: Placement) -> None:
-        assert self.cluster is not None
-        assert self._assembly is not None
-        prefix = f"{placement.prefix}."
+    def _attach_instruments(self, module: pl.LightningModule) -> None:
+        prefix = f"{self.assembly.placement.prefix}."
         known = {cost.name for cost in self.costs.units} if self.costs is not None else set()
         units = []
         for unit in find_units(module):
@@ -216,7 +213,7 @@ class HeteroPipelineStrategy(PipeSteps):
             if known and unit.name not in known and not unit.name.startswith(prefix):
                 continue  # outside the split model: no costs
             units.append(unit)
-        recomputed = {unit.name for unit in units} if self._assembly.recomputes else set()
+        recomputed = {unit.name for unit in units} if self.assembly.recomputes else set()
         self.instruments = Instruments(
             module,
             units,
@@ -225,7 +222,7 @@ class HeteroPipelineStrategy(PipeSteps):
             emulated=self._emulated_device(),
             costs=self.costs,
             recomputed=recomputed,
-            halves=self._assembly.plan.schedule == "zero_bubble",
+            halves=self.assembly.plan.schedule == "zero_bubble",
         )
 
     def restore_global_batch(self, saved: int) -> None:
