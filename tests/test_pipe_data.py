@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,9 +63,10 @@ class Stream(IterableDataset[Any]):
 
 
 class Named(Small):
-    """Takes batches of dicts with texts in them."""
+    """Takes batches of a tokenizer's kind of dict, with texts in them."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert type(batch) is UserDict
         assert len(batch["name"]) == len(batch["x"]) == len(batch["more"]["index"])
         for name, index in zip(batch["name"], batch["more"]["index"], strict=True):
             assert name == f"sample {int(index)}"
@@ -91,6 +93,10 @@ def pad(samples: Any) -> Any:
     mask = (torch.arange(4) < lengths[:, None]).double()
     noise = torch.arange(4, dtype=x.dtype)[None, :, None]
     return x[:, None] * (1 + noise), y[:, None].expand(-1, 4).contiguous(), mask
+
+
+def mapped(samples: Any) -> Any:
+    return UserDict(default_collate(samples))
 
 
 def doubled(samples: Any) -> Any:
@@ -136,7 +142,7 @@ def loader(kind: str, batch: int) -> Any:
     if kind == "batches":
         return DataLoader(Rows(20), batch_sampler=Sampled())
     if kind == "dicts":
-        return DataLoader(Rows(25, "dicts"), batch_size=batch)
+        return DataLoader(Rows(25, "dicts"), batch_size=batch, collate_fn=mapped)
     if kind == "padded":
         return DataLoader(Rows(25), batch_size=batch, collate_fn=pad)
     if kind == "dropped":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -205,7 +205,7 @@ def shapes_of(value: Any) -> Any:
     """What the shapes of all that follows from a batch follow from: those of its tensors, hashable."""
     if isinstance(value, Tensor):
         return tuple(value.shape), str(value.dtype)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return tuple((str(key), shapes_of(item)) for key, item in value.items())
     if isinstance(value, list | tuple):
         return tuple(shapes_of(item) for item in value)
