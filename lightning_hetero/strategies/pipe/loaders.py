@@ -211,10 +211,14 @@ class WholeBatches:
 
 
 class SizedWholeBatches(WholeBatches):
-    """The same, where the length is known."""
+    """The same, where the length is known: the shortest over the ranks, since all run as many steps."""
+
+    def __init__(self, loaders: PipeLoaders, loader: Any, announce: Any, training: bool) -> None:
+        super().__init__(loaders, loader, announce, training)
+        self._length = min(loaders.strategy.gather_numbers(len(loader)))
 
     def __len__(self) -> int:
-        return len(self.loader)
+        return self._length
 
 
 def _whole_batches(loader: Any) -> type[WholeBatches]:
