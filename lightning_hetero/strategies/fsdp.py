@@ -362,7 +362,7 @@ class HeteroFSDPStrategy(FSDPSteps):
 
     def on_train_start(self) -> None:
         """Check the loss and measure the ranks on the first samples, and plan."""
-        self.loaders.check_single(lightning_adapter.train_loaders(self._trainer))
+        self._check_single_loader()
         self.instruments.at_step(self._trainer.global_step)
         if lightning_adapter.batches_to_skip(self._trainer):
             self.companions.begin_in_mid_epoch()

@@ -25,7 +25,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from lightning_hetero.data import with_batch_sampler
+from lightning_hetero.data import UnevenLoader, with_batch_sampler
 
 __all__ = [
     "SubprocessLauncher",
@@ -39,11 +39,11 @@ __all__ = [
     "keep_users_samplers",
     "reduce_over_ranks",
     "set_up_data",
+    "track_indices",
     "train_loaders",
     "trainer_arguments",
     "use_strategy",
     "users_samplers_kept",
-    "with_index_tracking",
     "without_index_tracking",
 ]
 
@@ -130,9 +130,9 @@ class _OwnIndices(_IndexBatchSamplerWrapper):
         return batch
 
 
-def with_index_tracking(batch_sampler: Any, has_samples: Callable[[int], bool]) -> Any:
-    """Return a batch sampler off which Lightning's prediction loop reads the indices; it asks for this very class."""
-    return _OwnIndices(batch_sampler, has_samples)
+def track_indices(loader: UnevenLoader) -> None:
+    """Let Lightning's prediction loop read a loader's indices off its batch sampler; it asks for this very class."""
+    loader.loader = with_batch_sampler(loader.loader, _OwnIndices(loader.uneven, loader.uneven.has_samples))
 
 
 def without_index_tracking(loader: Any) -> Any:

@@ -237,7 +237,7 @@ class HeteroPipelineStrategy(PipeSteps):
 
     def on_train_start(self) -> None:
         """Begin to count."""
-        self.loaders.check_single(lightning_adapter.train_loaders(self._trainer))
+        self._check_single_loader()
         self.loaders.skip(lightning_adapter.batches_to_skip(self._trainer), self._trainer.current_epoch)
         self.instruments.count(self.optimizers)
         self.instruments.at_step(self._trainer.global_step)

@@ -14,6 +14,7 @@ from lightning_hetero.callbacks import EmulatedDevices
 from lightning_hetero.cluster import Cluster, Device
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.plan import PipelinePlan, ShardPlan
+from lightning_hetero.strategies import lightning_adapter
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.checkpoint_hooks import CheckpointHooks
 from lightning_hetero.strategies.instruments import Instruments
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 class RunningStrategy(CheckpointHooks, HeteroStrategy):
     """Base of the strategies that run a model by a plan."""
 
+    strategy_name: str
     plan: ShardPlan | PipelinePlan | None
     loaders: Loaders | PipeLoaders
     instruments: Instruments
@@ -103,6 +105,15 @@ class RunningStrategy(CheckpointHooks, HeteroStrategy):
             loop.inference_mode = False
 
     # -- in steps ------------------------------------------------------------------------------------------------------
+
+    def _check_single_loader(self) -> None:
+        """Refuse several training loaders: which one's samples would weigh the loss?"""
+        loaders = lightning_adapter.train_loaders(self._trainer)
+        if loaders > 1:
+            raise UnsupportedError(
+                f"{self.strategy_name} trains from one DataLoader, got {loaders}: put the datasets together "
+                "(torch.utils.data.StackDataset or ConcatDataset)"
+            )
 
     def _begin_to_count(self) -> None:
         self._recorder = StepRecorder()
