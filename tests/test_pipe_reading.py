@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.strategies.pipe.loading import Hand
+from lightning_hetero.strategies.pipe.hand import Hand
 from lightning_hetero.strategies.pipe.reading import Reader
 from tests.harness import WarmRanks
 

@@ -16,7 +16,7 @@ from lightning_hetero.kept import UsersBatches, length_of
 from lightning_hetero.plan import PipelinePlan, even_parts
 from lightning_hetero.strategies import lightning_adapter
 from lightning_hetero.strategies.loaders import EVAL_STAGES
-from lightning_hetero.strategies.pipe.loading import cut_whole
+from lightning_hetero.strategies.pipe.nested import cut_whole
 from lightning_hetero.strategies.pipe.reading import Reader
 
 if TYPE_CHECKING:

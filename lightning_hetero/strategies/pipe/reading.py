@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from lightning_hetero.strategies.pipe.loading import Hand
+from lightning_hetero.strategies.pipe.hand import Hand
 
 _FAILED = "failed"
 """what is handed on in place of a batch that could not be read"""
