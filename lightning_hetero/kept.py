@@ -95,4 +95,3 @@ def length_of(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):
         return None
-

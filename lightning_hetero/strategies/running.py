@@ -1,4 +1,4 @@
-"""What hetero_fsdp and hetero_pipe do alike from set-up to the end of a fit; hetero_auto, which chooses, runs nothing."""
+"""What hetero_fsdp and hetero_pipe do alike from set-up to the end of a fit; hetero_auto only chooses."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class RunningStrategy(CheckpointHooks, HeteroStrategy):
         return self.cluster.devices[self.global_rank] if self.cluster.emulate else None
 
     def _evaluate_without_inference_mode(self, trainer: pl.Trainer) -> None:
-        """What is made under it cannot take part in a later training step, and FSDP2's modules crash in one (fact 5)."""
+        """What it makes cannot take part in a later training step, and FSDP2's modules crash in one (fact 5)."""
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
 

@@ -14,8 +14,8 @@ from lightning_hetero.strategies.loss_check import cut
 from lightning_hetero.strategies.loss_weight import BatchWeights
 from lightning_hetero.strategies.pipe.assembly import Assembly
 from lightning_hetero.strategies.pipe.loaders import PipeLoaders
-from lightning_hetero.strategies.pipe.nested import shapes_of
 from lightning_hetero.strategies.pipe.logs import StepLog
+from lightning_hetero.strategies.pipe.nested import shapes_of
 from lightning_hetero.strategies.pipe.randomness import Draws
 from lightning_hetero.strategies.pipe.roles import Roles, alone
 from lightning_hetero.strategies.pipe.steps import EvaluationWork, can_be_joined, join_outputs

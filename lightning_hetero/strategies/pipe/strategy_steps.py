@@ -24,8 +24,8 @@ from lightning_hetero.strategies import torch_adapter
 from lightning_hetero.strategies.loss_weight import LossWeight
 from lightning_hetero.strategies.pipe.evaluation import PipeEvaluation
 from lightning_hetero.strategies.pipe.gradients import Release
-from lightning_hetero.strategies.pipe.nested import shapes_of
 from lightning_hetero.strategies.pipe.logs import StepLog, join_logs, values_are_everyones
+from lightning_hetero.strategies.pipe.nested import shapes_of
 from lightning_hetero.strategies.pipe.placement import Placement
 from lightning_hetero.strategies.pipe.randomness import Draws
 from lightning_hetero.strategies.pipe.roles import ALONE, Roles
