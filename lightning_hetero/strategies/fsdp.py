@@ -32,7 +32,6 @@ from lightning_hetero.strategies.companions import Companions
 from lightning_hetero.strategies.fsdp_steps import FSDPSteps
 from lightning_hetero.strategies.gradients import GradientReduction, clip_by_one_norm
 from lightning_hetero.strategies.groups import ShardGroups, replicas_of
-from lightning_hetero.strategies.instruments import Instruments
 from lightning_hetero.strategies.layout import find_layout, march_together, reshards_after_forward
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.loss_weight import LossWeight, loss_weight_problems
@@ -167,7 +166,7 @@ class HeteroFSDPStrategy(FSDPSteps):
                 *options.problems(),
             ],
         )
-        self.plan: ShardPlan | None = None if plan == "auto" else read_plan(plan)
+        self.plan: ShardPlan | None = None if plan == "auto" else read_plan(plan, ShardPlan)
         self._given_plan = self.plan
         if self.plan is not None:
             raise_all(PlanError, "the arguments and the plan disagree", options.plan_problems(self.plan))
@@ -277,15 +276,7 @@ class HeteroFSDPStrategy(FSDPSteps):
         if len(self.groups.replicas) > 1:
             lightning_adapter.clip_norms_by(self.precision_plugin, clip_by_one_norm)
         self._forwards = self._wrap_forwards(units)
-        self.instruments = Instruments(
-            module,
-            units,
-            self.root_device,
-            self.global_rank,
-            emulated=self._emulated_device(),
-            costs=self.costs,
-            recomputed=self._forwards.recomputed,
-        )
+        self._put_up_instruments(module, units, self._forwards.recomputed)
 
     def _wrap_forwards(self, units: Sequence[Unit]) -> BlockForwards:
         """Have blocks computed again or compiled as the options say; say what of the options does nothing here."""

@@ -19,11 +19,10 @@ from lightning_hetero.errors import HeteroError, UnsupportedError, raise_all
 from lightning_hetero.models.units import Unit, find_units
 from lightning_hetero.plan import ModelKey, PipelinePlan
 from lightning_hetero.strategies import lightning_adapter, results_adapter
-from lightning_hetero.strategies.arguments import read_costs
-from lightning_hetero.strategies.instruments import Instruments
+from lightning_hetero.strategies.arguments import read_costs, read_plan
 from lightning_hetero.strategies.loss_weight import LossWeight, loss_weight_problems
 from lightning_hetero.strategies.pipe import planning
-from lightning_hetero.strategies.pipe.arguments import PipelineOptions, pipeline_problems, read_plan, refused_callbacks
+from lightning_hetero.strategies.pipe.arguments import PipelineOptions, pipeline_problems, refused_callbacks
 from lightning_hetero.strategies.pipe.assembly import Assembly
 from lightning_hetero.strategies.pipe.checkpoints import PipeCheckpoints
 from lightning_hetero.strategies.pipe.loaders import PipeLoaders
@@ -101,7 +100,7 @@ class HeteroPipelineStrategy(PipeSteps):
             "hetero_pipe cannot take these arguments",
             [*pipeline_problems(self.options, module, global_batch_size), *loss_weight_problems(loss_weight)],
         )
-        self._given_plan = None if plan == "auto" else read_plan(plan)
+        self._given_plan = None if plan == "auto" else read_plan(plan, PipelinePlan)
         self.plan: PipelinePlan | None = self._given_plan
         self._module_name = module
         self.costs = read_costs(costs)
@@ -214,16 +213,7 @@ class HeteroPipelineStrategy(PipeSteps):
                 continue  # outside the split model: no costs
             units.append(unit)
         recomputed = {unit.name for unit in units} if self.assembly.recomputes else set()
-        self.instruments = Instruments(
-            module,
-            units,
-            self.root_device,
-            self.global_rank,
-            emulated=self._emulated_device(),
-            costs=self.costs,
-            recomputed=recomputed,
-            halves=self.assembly.plan.schedule == "zero_bubble",
-        )
+        self._put_up_instruments(module, units, recomputed, halves=self.assembly.plan.schedule == "zero_bubble")
 
     def restore_global_batch(self, saved: int) -> None:
         """Tell of a checkpoint with another global batch; the plan was made for this run's."""

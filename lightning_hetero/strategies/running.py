@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_hetero.callbacks import EmulatedDevices
-from lightning_hetero.cluster import Cluster, Device
+from lightning_hetero.cluster import Cluster
+from lightning_hetero.costs import ModelCosts
 from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.models.units import Unit
 from lightning_hetero.plan import PipelinePlan, ShardPlan
 from lightning_hetero.strategies import lightning_adapter
 from lightning_hetero.strategies.base import HeteroStrategy
@@ -31,6 +33,7 @@ class RunningStrategy(CheckpointHooks, HeteroStrategy):
 
     strategy_name: str
     plan: ShardPlan | PipelinePlan | None
+    costs: ModelCosts | None
     loaders: Loaders | PipeLoaders
     instruments: Instruments
     _given_plan: ShardPlan | PipelinePlan | None
@@ -94,10 +97,21 @@ class RunningStrategy(CheckpointHooks, HeteroStrategy):
             )
         return self.cluster
 
-    def _emulated_device(self) -> Device | None:
-        """The device that this rank behaves like; None for a real one."""
+    def _put_up_instruments(
+        self, module: pl.LightningModule, units: Sequence[Unit], recomputed: Collection[str], halves: bool = False
+    ) -> None:
+        """Measure the units, and emulate this rank's device where the cluster says so."""
         assert self.cluster is not None
-        return self.cluster.devices[self.global_rank] if self.cluster.emulate else None
+        self.instruments = Instruments(
+            module,
+            units,
+            self.root_device,
+            self.global_rank,
+            emulated=self.cluster.devices[self.global_rank] if self.cluster.emulate else None,
+            costs=self.costs,
+            recomputed=recomputed,
+            halves=halves,
+        )
 
     def _evaluate_without_inference_mode(self, trainer: pl.Trainer) -> None:
         """What it makes cannot take part in a later training step, and FSDP2's modules crash in one (fact 5)."""

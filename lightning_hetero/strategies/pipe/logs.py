@@ -6,8 +6,8 @@ micro-batches and pipelines as one device would have it for the whole batch, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,29 +75,25 @@ class StepLog:
         """Say what the values that are logged from here on count for."""
         self.weight, self.samples = weight, samples
 
-    @contextmanager
-    def noting(self) -> Iterator[None]:
+    def noting(self) -> AbstractContextManager[None]:
         """Note instead of logging, meanwhile; ``log_dict`` calls ``log``."""
-        self._module.__dict__["log"] = self._note
-        try:
-            yield
-        finally:
-            self._module.__dict__.pop("log", None)
+        return self._logging_by(self._note)
 
-    @contextmanager
-    def silent(self) -> Iterator[None]:
+    def silent(self) -> AbstractContextManager[None]:
         """Log nothing, meanwhile."""
-        self._module.__dict__["log"] = lambda *args, **kwargs: None
+        return self._logging_by(lambda *args, **kwargs: None)
+
+    @contextmanager
+    def _logging_by(self, log: Callable[..., None]) -> Iterator[None]:
+        self._module.__dict__["log"] = log
         try:
             yield
         finally:
             self._module.__dict__.pop("log", None)
 
-    @contextmanager
-    def filling(self) -> Iterator[None]:
+    def filling(self) -> AbstractContextManager[None]:
         """Keep nothing of a step on samples that only fill a schedule: no logs, no metric's update, no buffer."""
-        with untouched(self._module):
-            yield
+        return untouched(self._module)
 
     def _note(self, name: str, value: Any, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
         positional = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
