@@ -72,8 +72,7 @@ class Emulation:
             with emulation.step(batch):               # around forward, backward and optimizer step
                 ...
         emulation.stop()
-        print(late_line([emulation.report()]))        # lightning_hetero.emulation_report; None when all were
-        in time
+        print(late_line([emulation.report()]))        # lightning_hetero.emulation_report; None: all were in time
 
     Args:
         device: the device to behave like; its ``actual_speed_flops_per_s`` is the speed.
@@ -129,7 +128,6 @@ class Emulation:
         self._samples: int | None = None
         self._active = False
         self.steps_done = 0  # of the optimizer: what the device's schedule counts by
-        self._active = False
 
     def start(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
         """Attach to the model, after any wrapping, and count what it holds already.
