@@ -39,7 +39,6 @@ class PipeLoaders:
         self._asked = global_batch_size
         self.global_batch_size = global_batch_size
         self.train: UnevenLoader | WholeBatches | None = None
-        self._made: list[UnevenLoader] = []
         self._plan: PipelinePlan | None = None
         self._made_for_evaluation = False  # without knowing what global batch a fit has
         self.train_sizes: deque[tuple[int, ...]] = deque()
@@ -124,6 +123,11 @@ class PipeLoaders:
     def share(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Batches that a pipeline's last rank reads, which is done first with a step and so reads ahead."""
         return self.strategy.assembly.reader.batches(batches)
+
+    def read_ahead(self) -> None:
+        """Have the next training batch read, where that is asked of no stream (on all ranks alike)."""
+        if isinstance(self.train, UnevenLoader):
+            self.strategy.assembly.reader.read_ahead()
 
     def first_batch(self, samples: int) -> Any:
         """A batch of so many samples from the start of the training data, and nothing taken from it."""

@@ -176,7 +176,7 @@ class PipeSteps(PipeEvaluation):
         weights = self._weights(batches, sizes)
         with same_random_states():
             told = self._tell(lambda: self._run_training(batches, weights, sizes, args[1:], kwargs))
-        self.assembly.reader.read_ahead()
+        self.loaders.read_ahead()
         self._refuse_both_sides()
         concluded = self._conclude(told, sizes)
         self.assembly.reader.go_on()
