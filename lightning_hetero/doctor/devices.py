@@ -33,7 +33,8 @@ def _vendors(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
 
 def _without(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
     without = [facts for facts in ranks if not facts.has_gpu]
-    crowded = [facts for facts in without if facts.visible_devices]
+    broken = [facts for facts in without if any(name.startswith("GPU ") for name in facts.unchecked)]
+    crowded = [facts for facts in without if facts.visible_devices and facts not in broken]
     for facts in crowded:
         yield Finding(
             "error",
