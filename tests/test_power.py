@@ -233,7 +233,7 @@ def test_a_library_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Steady:
-    """So many watts since it was made."""
+    """So many watts since it was made; ``told`` is what it told the main thread."""
 
     label = "a fake"
 
@@ -241,6 +241,7 @@ class Steady:
         self.watts, self.fails_after = watts, fails_after
         self.reads, self.closed = 0, 0
         self.threads: set[str] = set()
+        self.told: list[float] = []
         self._began_s = time.monotonic()
 
     def joules(self) -> float:
@@ -248,7 +249,10 @@ class Steady:
         self.threads.add(threading.current_thread().name)
         if self.fails_after is not None and self.reads > self.fails_after:
             raise OSError("the driver is gone")
-        return self.watts * (time.monotonic() - self._began_s)
+        joules = self.watts * (time.monotonic() - self._began_s)
+        if threading.current_thread() is threading.main_thread():
+            self.told.append(joules)
+        return joules
 
     def close(self) -> None:
         self.closed += 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +14,19 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 from lightning_hetero.callbacks.emulated_devices import EmulatedDevices
+from lightning_hetero.callbacks.energy_span import EnergySpan
 from lightning_hetero.callbacks.rank_table import RankTable, logged
 from lightning_hetero.callbacks.samples import step_samples
 from lightning_hetero.doctor.places import ranks_text
 from lightning_hetero.errors import HeteroError
-from lightning_hetero.profiler.power import PERIOD_S, EnergyMeter, NoPowerSourceError, PowerSource, find_source
+from lightning_hetero.profiler.power import (
+    PERIOD_S,
+    EnergyMeter,
+    NoPowerSourceError,
+    PowerSource,
+    Reading,
+    find_source,
+)
 
 COLUMNS = ("power_w", "joules_per_sample", "tflops_per_s_per_w")
 """what is logged, each as ``device/...``: watts, joules for each of a rank's samples, 10^12 FLOP/s for each watt"""
@@ -66,8 +73,8 @@ class RankEnergy(Callback):
         self._meter: EnergyMeter | None = None
         self._table: RankTable | None = None
         self._line: Callable[[dict[str, Any]], None] = write or (lambda line: None)
-        self._since_logged = _Span()
-        self._since_step = _Span()
+        self._since_logged = EnergySpan()
+        self._since_step = EnergySpan()
         self._step = 0
         self._said_failure = False
 
@@ -84,12 +91,17 @@ class RankEnergy(Callback):
             self._meter.start()
         except NoPowerSourceError as error:
             reason = str(error)
-        self._table = RankTable(trainer.global_rank, trainer.world_size, len(COLUMNS)).to(trainer.strategy.root_device)
         self._line = self.write or _appender(trainer)
         self._step = trainer.global_step
         label = None if self._meter is None else self._meter.source.label
         self._line({"kind": "energy_source", "rank": trainer.global_rank, "source": label, "reason": reason or None})
-        _say(trainer, reason)
+        reasons = _gathered(trainer, reason)
+        _say(trainer, reasons)
+        # where no rank has a source there is nothing to put together
+        self._table = None
+        if not all(reasons):
+            table = RankTable(trainer.global_rank, trainer.world_size, len(COLUMNS))
+            self._table = table.to(trainer.strategy.root_device)
         self._begin()
 
     def on_train_batch_end(
@@ -102,27 +114,26 @@ class RankEnergy(Callback):
         if trainer.global_step == self._step:
             return  # gradients accumulate
         self._step = trainer.global_step
-        joules = self._read(trainer)
-        values = self._values(trainer, self._since_step, joules)
-        if any(value is not None for value in values.values()):
-            taken = {"joules": self._since_step.joules(joules), "samples": self._since_step.samples}
-            line = {"kind": "energy", "rank": trainer.global_rank, "step": self._step, **taken, **values}
-            self._line(line)
-        self._since_step.restart(joules)
+        reading = self._read(trainer)
+        values = self._since_step.values(reading, self._flops(trainer))
+        if values is not None:
+            at = {"kind": "energy", "rank": trainer.global_rank, "step": self._step}
+            self._line({**at, "samples": self._since_step.samples, **values})
+        self._since_step.restart(reading)
         if self._step % trainer.log_every_n_steps == 0:
-            self._log(trainer, joules)
+            self._log(trainer, reading)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """What validation takes is no training step's."""
-        joules = self._read(trainer)
-        self._since_logged.pause(joules)
-        self._since_step.pause(joules)
+        reading = self._read(trainer)
+        self._since_logged.pause(reading)
+        self._since_step.pause(reading)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Go on."""
-        joules = self._read(trainer)
-        self._since_logged.resume(joules)
-        self._since_step.resume(joules)
+        reading = self._read(trainer)
+        self._since_logged.resume(reading)
+        self._since_step.resume(reading)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """End the thread."""
@@ -139,35 +150,30 @@ class RankEnergy(Callback):
     # -- values --------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        joules = None if self._meter is None else self._meter.read()
-        self._since_logged.restart(joules)
-        self._since_step.restart(joules)
+        reading = None if self._meter is None else self._meter.read()
+        self._since_logged.restart(reading)
+        self._since_step.restart(reading)
 
-    def _read(self, trainer: pl.Trainer) -> float | None:
+    def _read(self, trainer: pl.Trainer) -> Reading | None:
         if self._meter is None:
             return None
-        joules = self._meter.read()
-        if joules is None and not self._said_failure:
+        reading = self._meter.read()
+        if reading is None and not self._said_failure:
             self._said_failure = True
             print(
                 f"RankEnergy: rank {trainer.global_rank} reports no power any more: {self._meter.problem}", flush=True
             )
-        return joules
+        return reading
 
-    def _values(self, trainer: pl.Trainer, span: _Span, joules: float | None) -> dict[str, float | None]:
-        """This rank's numbers over a span, by column."""
-        taken, seconds = span.joules(joules), span.seconds()
-        if taken is None or seconds <= 0:
-            return dict.fromkeys(COLUMNS)
-        flops = self.flops_per_sample or getattr(trainer.strategy, "flops_per_sample", None)
-        per_watt = flops * span.samples / taken / 1e12 if flops and taken > 0 else None
-        return dict(
-            zip(COLUMNS, (taken / seconds, taken / span.samples if span.samples else None, per_watt), strict=True)
-        )
+    def _flops(self, trainer: pl.Trainer) -> float | None:
+        found: float | None = self.flops_per_sample or getattr(trainer.strategy, "flops_per_sample", None)
+        return found
 
-    def _log(self, trainer: pl.Trainer, joules: float | None) -> None:
-        assert self._table is not None
-        self._table.update(list(self._values(trainer, self._since_logged, joules).values()))
+    def _log(self, trainer: pl.Trainer, reading: Reading | None) -> None:
+        if self._table is None:
+            return
+        own = self._since_logged.values(reading, self._flops(trainer)) or {}
+        self._table.update([own.get(name) for name in COLUMNS])
         rows = self._table.compute()
         self._table.reset()
         values: dict[str, float] = {}
@@ -176,47 +182,12 @@ class RankEnergy(Callback):
         if values:
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=trainer.global_step)
-        self._since_logged.restart(joules)
+        self._since_logged.restart(reading)
 
     def _stop(self) -> None:
         meter, self._meter = self._meter, None
         if meter is not None:
             meter.stop()
-
-
-class _Span:
-    """Energy, seconds and samples since a moment, pauses left out."""
-
-    def __init__(self) -> None:
-        self.samples = 0
-        self._joules: float | None = None
-        self._began_s = time.monotonic()
-        self._paused: tuple[float | None, float] | None = None
-
-    def restart(self, joules: float | None) -> None:
-        """Begin anew at a meter's reading."""
-        self.samples, self._joules, self._began_s, self._paused = 0, joules, time.monotonic(), None
-
-    def pause(self, joules: float | None) -> None:
-        """What comes now does not count."""
-        self._paused = (joules, time.monotonic())
-
-    def resume(self, joules: float | None) -> None:
-        """It counts again."""
-        if self._paused is None:
-            return
-        before, since_s = self._paused
-        self._paused = None
-        self._began_s += time.monotonic() - since_s
-        self._joules = None if None in (joules, before, self._joules) else self._joules + joules - before  # type: ignore
-
-    def joules(self, reading: float | None) -> float | None:
-        """Energy up to a reading; None where one of the readings failed."""
-        return None if reading is None or self._joules is None else reading - self._joules
-
-    def seconds(self) -> float:
-        """Seconds up to now."""
-        return time.monotonic() - self._began_s
 
 
 def _source(trainer: pl.Trainer) -> PowerSource:
@@ -242,9 +213,8 @@ def _gathered(trainer: pl.Trainer, value: Any) -> list[Any]:
     return values
 
 
-def _say(trainer: pl.Trainer, reason: str) -> None:
-    """Rank 0 says once which ranks report nothing, and why (a collective)."""
-    reasons = _gathered(trainer, reason)
+def _say(trainer: pl.Trainer, reasons: list[str]) -> None:
+    """Rank 0 says once which ranks report nothing, and why."""
     if not trainer.is_global_zero:
         return
     for why in dict.fromkeys(each for each in reasons if each):

@@ -6,6 +6,8 @@ Where there is no source the reason is said, and nothing is reported: never a ze
 from __future__ import annotations
 
 import threading
+import time
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -19,6 +21,19 @@ PERIOD_S = 0.1
 """seconds between readings: drivers refresh power at about this pace, and no counter wraps within it"""
 
 _PACKAGES = {"pynvml": "nvidia-ml-py", "amdsmi": "amdsmi, which comes with ROCm"}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A meter's reading.
+
+    Args:
+        joules: energy since the source was made.
+        at_s: when, by ``time.monotonic``.
+    """
+
+    joules: float
+    at_s: float
 
 
 class PowerSource(Protocol):
@@ -84,7 +99,7 @@ class EnergyMeter:
         self._period_s = period_s
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._joules = 0.0
+        self._last: Reading | None = None
         self._problem: Exception | None = None
         self._thread: threading.Thread | None = None
 
@@ -98,15 +113,17 @@ class EnergyMeter:
         self._thread = threading.Thread(target=self._run, name="lightning-hetero energy", daemon=True)
         self._thread.start()
 
-    def read(self) -> float | None:
-        """Energy in joules since the source was made, up to now; ``None`` once it has failed."""
+    def read(self) -> Reading | None:
+        """Energy up to now, or up to the end; ``None`` once the source has failed."""
         with self._lock:
             if self._problem is None and not self._ended.is_set():
                 try:
-                    self._joules = self.source.joules()
+                    began_s = time.monotonic()
+                    joules = self.source.joules()
+                    self._last = Reading(joules, (began_s + time.monotonic()) / 2)
                 except Exception as error:  # a driver may go at any time; training goes on
                     self._problem = error
-            return None if self._problem is not None else self._joules
+            return None if self._problem is not None else self._last
 
     def stop(self) -> None:
         """Read a last time, end the thread and close the source; calling it again changes nothing."""
