@@ -7,8 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_hetero.doctor import DeviceFacts, DriverView, Finding, LimitFacts, LoaderNeeds, RankFacts
-from lightning_hetero.doctor import can_start, examine
+from lightning_hetero.doctor import (
+    DeviceFacts,
+    DriverView,
+    Finding,
+    LimitFacts,
+    LoaderNeeds,
+    RankFacts,
+    can_start,
+    examine,
+)
 from lightning_hetero.doctor.architectures import runs_on
 from lightning_hetero.doctor.places import ranks_text
 from lightning_hetero.doctor.reach import Reach
@@ -40,7 +48,10 @@ def rank(number: int, node: str = "a", device: DeviceFacts | None = None, **chan
     device = device or gpu(index=number)
     software = SOFTWARE
     if device.kind == "rocm":
-        software = {**{k: v for k, v in SOFTWARE.items() if k not in ("cuda", "nccl", "driver")}, "torch": "2.14.1+rocm7.0"}
+        software = {
+            **{k: v for k, v in SOFTWARE.items() if k not in ("cuda", "nccl", "driver")},
+            "torch": "2.14.1+rocm7.0",
+        }
         software |= {"rocm": "7.0", "rccl": "2.27.7", "amdgpu": "6.12.12"}
     facts = RankFacts(
         number,
@@ -98,22 +109,21 @@ def test_two_nodes_with_different_nccl_cannot_start():
 
 
 @pytest.mark.parametrize(
-    ("name", "version", "level"),
+    ("name", "version", "level", "shown"),
     [
-        ("torch", "2.11.0+cu130", "error"),
-        ("lightning_hetero", "0.1.0, code bbbbbbbbbbbb", "error"),
-        ("torch", "2.14.1+cu128", "warning"),
-        ("cuda", "12.8", "warning"),
-        ("driver", "550.1", "warning"),
-        ("lightning", "2.6.1", "warning"),
-        ("python", "3.12.0", "warning"),
+        ("torch", "2.11.0+cu130", "error", "torch differs: 2.14.1 on"),
+        ("lightning_hetero", "0.1.0, code bbbbbbbbbbbb", "error", "code bbbbbbbbbbbb on node b"),
+        ("torch", "2.14.1+cu128", "warning", "torch build differs: cu130 on node a (ranks 0-1); cu128 on"),
+        ("cuda", "12.8", "warning", "cuda differs: 13.0"),
+        ("driver", "550.1", "warning", "driver differs"),
+        ("lightning", "2.6.1", "warning", "lightning differs"),
+        ("python", "3.12.0", "warning", "python differs: 3.11 on"),
     ],
 )
-def test_other_versions_that_differ(name, version, level):
+def test_other_versions_that_differ(name, version, level, shown):
     finding = the_one(found(rank(0), rank(1), rank(2, "b", versions={**SOFTWARE, name: version})))
     assert (finding.level, finding.check, finding.where) == (level, "versions", "node b (rank 2)")
-    assert name in finding.what
-    assert version.partition("+")[2] in finding.what
+    assert shown in finding.what
     assert finding.next_step
 
 
@@ -342,7 +352,9 @@ def test_pairs_that_do_not_reach_each_other():
             reaches[index] = replace(reach, by_name="the name 'a' is not known here")
     lost, by_address = examine(facts, reaches)
     assert (lost.level, lost.check, lost.where) == ("error", "reach", "from node a to node b")
-    assert "0 -> 2 (port 5002), 1 -> 2 (port 5002): no answer within 5 s; by its address 10.0.0.2: no route" in lost.what
+    assert (
+        "0 -> 2 (port 5002), 1 -> 2 (port 5002): no answer within 5 s; by its address 10.0.0.2: no route" in lost.what
+    )
     assert (by_address.level, by_address.where) == ("warning", "from node b to node a")
 
 

@@ -88,7 +88,7 @@ def test_asking_the_driver(tmp_path, monkeypatch):
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     assert ask_driver().of("AAAA-1") == FIRST
     tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed: no driver'\nexit 9\n")
-    with pytest.raises(OSError, match="nvidia-smi failed .*no driver"):
+    with pytest.raises(OSError, match=r"nvidia-smi failed .*no driver"):
         ask_driver()
     tool.write_text("#!/bin/sh\necho hello\n")
     with pytest.raises(OSError, match="cannot be read"):

@@ -127,7 +127,7 @@ def test_amdsmi_that_does_not_tell() -> None:
     amdsmi = FakeAmdSmi(socket_power="N/A")
     with pytest.raises(LookupError, match="does not tell this GPU's power"):
         AmdSmiSource(amdsmi, "0000:d1:00.0")
-    with pytest.raises(LookupError, match="knows no GPU at 0000:e1:00.0"):
+    with pytest.raises(LookupError, match=r"knows no GPU at 0000:e1:00\.0"):
         AmdSmiSource(amdsmi, "0000:e1:00.0")
     assert amdsmi.open == 0
 
@@ -201,7 +201,7 @@ def test_the_reason_where_there_is_no_source(tmp_path: Path, monkeypatch: pytest
     source = find_source(torch.device("cpu"), ranks_here=2)
     (package / "energy_uj").write_text("8000000\n")
     assert source.joules() == 4
-    assert power_rapl.ROOT == Path("/sys/class/powercap")
+    assert Path("/sys/class/powercap") == power_rapl.ROOT
 
 
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +269,8 @@ def test_the_meter_reads_in_a_thread_and_ends_it() -> None:
     before, after = meter.read(), meter.read()
     assert before is not None
     assert after is not None
-    assert 0 < before <= after
+    assert 0 < before.joules <= after.joules
+    assert before.at_s <= after.at_s
     meter.stop()
     meter.stop()
     assert source.closed == 1

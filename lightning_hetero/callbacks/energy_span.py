@@ -43,8 +43,8 @@ class EnergySpan:
             flops_per_sample: floating-point operations for each sample, where they are known.
 
         Returns:
-            ``joules``, ``seconds``, ``power_w``, ``joules_per_sample`` and ``tflops_per_s_per_w``, the last two None where
-            they cannot be told; None where nothing can.
+            ``joules``, ``seconds``, ``power_w``, ``joules_per_sample`` and ``tflops_per_s_per_w``, the last two None
+            where they cannot be told; None where nothing can.
         """
         if reading is None or self._since is None or reading.at_s <= self._since.at_s:
             return None

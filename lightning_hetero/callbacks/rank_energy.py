@@ -40,9 +40,9 @@ class RankEnergy(Callback):
     device, since the processor's watts are not that device's.
 
     Every ``log_every_n_steps`` steps the mean over the ranks, each rank's value, the least and the most go to the
-    Trainer's loggers: ``device/power_w``, ``device/power_w_rank_0``, ``device/min_power_w``, ``device/max_power_w``, and
-    likewise ``joules_per_sample`` and ``tflops_per_s_per_w``; that takes one collective. Each rank's own values of every
-    step go to :attr:`write`.
+    Trainer's loggers, by one collective: ``device/power_w``, ``device/power_w_rank_0``, ``device/min_power_w``,
+    ``device/max_power_w``, and likewise ``joules_per_sample`` and ``tflops_per_s_per_w``. Each rank's own values of
+    every step go to :attr:`write`.
 
     Args:
         period_s: seconds between readings, by a thread of its own.
@@ -120,7 +120,7 @@ class RankEnergy(Callback):
             at = {"kind": "energy", "rank": trainer.global_rank, "step": self._step}
             self._line({**at, "samples": self._since_step.samples, **values})
         self._since_step.restart(reading)
-        if self._step % trainer.log_every_n_steps == 0:
+        if self._step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             self._log(trainer, reading)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -117,9 +117,7 @@ def _examine(
     missing: Sequence[int] = (),
 ) -> list[Finding]:
     needs = LoaderNeeds(options.workers, options.batch_bytes, options.tensors)
-    return examine(
-        facts, reaches, missing=missing, waited_s=options.wait, precision=options.precision, needs=needs
-    )
+    return examine(facts, reaches, missing=missing, waited_s=options.wait, precision=options.precision, needs=needs)
 
 
 def _finish(

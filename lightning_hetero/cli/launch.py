@@ -57,15 +57,13 @@ def _from_torchrun() -> Place | None:
 
 def _from_slurm() -> Place | None:
     # as the Trainer will read it: what it refuses, training would stumble over
-    from lightning.fabric.plugins.environments import SLURMEnvironment
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
     if not SLURMEnvironment.detect():
         return None
     try:
         slurm = SLURMEnvironment(auto_requeue=False)
-        return Place(
-            slurm.global_rank(), slurm.world_size(), slurm.local_rank(), slurm.main_address, slurm.main_port
-        )
+        return Place(slurm.global_rank(), slurm.world_size(), slurm.local_rank(), slurm.main_address, slurm.main_port)
     except (RuntimeError, KeyError, ValueError) as error:
         raise HeteroError(
             f"SLURM's variables do not say which rank this is ({error}): start with srun, one task per device"

@@ -70,8 +70,9 @@ def _unseen(ranks: Sequence[RankFacts]) -> Iterator[Finding]:
             places([facts]),
             f"the driver lists {facts.driver_devices} GPUs, {torch_text} sees none{hidden}{said}: "
             "training would run on the processor",
-            "unset that variable to use them" if hidden else "install a torch that this driver can run, or a newer "
-            "driver",
+            "unset that variable to use them"
+            if hidden
+            else "install a torch that this driver can run, or a newer driver",
         )
 
 

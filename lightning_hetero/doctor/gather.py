@@ -35,7 +35,7 @@ _OPEN = Path("/proc/self/fd")
 
 
 def gather(place: Place | None = None, port: int | None = None) -> RankFacts:
-    """This rank's facts.
+    """Return this rank's facts.
 
     Args:
         place: of this rank among the others; alone, all GPUs of the machine are looked at.
@@ -102,7 +102,7 @@ def versions(report: DriverReport | None = None) -> dict[str, str]:
 
 
 def own_code() -> str:
-    """This package's version with a digest of its source: checkouts of one version may differ."""
+    """Return this package's version with a digest of its source: checkouts of one version may differ."""
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -119,7 +119,7 @@ def _installed(name: str) -> str | None:
 
 def _nccl() -> str | None:
     try:
-        return ".".join(str(part) for part in torch.cuda.nccl.version())
+        return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
     except (AttributeError, RuntimeError):
         return None  # built without it
 

@@ -88,9 +88,13 @@ def _files(facts: RankFacts, ranks_here: int, world_size: int, needs: LoaderNeed
     if soft is None or soft >= needed:
         return
     raised = "unlimited" if hard is None else str(hard)
-    step = f"ulimit -n {raised} before the start" if hard is None or hard >= needed else (
-        f"ask for a hard limit of {needed} or more (limits.conf, or docker run --ulimit nofile=...), it is {hard}; "
-        "or use fewer workers"
+    step = (
+        f"ulimit -n {raised} before the start"
+        if hard is None or hard >= needed
+        else (
+            f"ask for a hard limit of {needed} or more (limits.conf, or docker run --ulimit nofile=...), it is {hard}; "
+            "or use fewer workers"
+        )
     )
     yield Finding(
         _level(needs),

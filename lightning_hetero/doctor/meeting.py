@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 
@@ -43,7 +43,7 @@ class Meeting:
         self._wait_s = wait_s
         holds = place.rank == 0 and not place.hosted
         try:
-            store = dist.TCPStore(
+            store = dist.TCPStore(  # type: ignore[attr-defined]
                 place.host, place.port, None, holds, timedelta(seconds=wait_s), wait_for_workers=False
             )
         except (RuntimeError, ValueError) as error:
@@ -51,7 +51,7 @@ class Meeting:
             raise RendezvousError(
                 f"cannot {verb} {place.host}:{place.port}, where ranks meet, within {wait_s:g} s ({_first_line(error)})"
             ) from error
-        self._store = dist.PrefixStore(f"lightning_hetero/doctor/{place.attempt}", store)
+        self._store = dist.PrefixStore(f"lightning_hetero/doctor/{place.attempt}", store)  # type: ignore[attr-defined]
 
     def give(self, what: str, value: Any) -> None:
         """Let the others have a value of this rank's, as JSON."""
@@ -74,7 +74,7 @@ class Meeting:
             while missing:
                 there = [rank for rank in missing if self._store.check([f"{what}/{rank}"])]
                 for rank in there:
-                    found[rank] = json.loads(cast(bytes, self._store.get(f"{what}/{rank}")))
+                    found[rank] = json.loads(self._store.get(f"{what}/{rank}"))
                 missing = [rank for rank in missing if rank not in found]
                 if time.monotonic() > deadline_s:
                     break

@@ -38,7 +38,7 @@ def _release(version: str) -> str:
 
 
 def _build(version: str) -> str:
-    return version.partition("+")[2] or "no build label"
+    return version.partition("+")[2]
 
 
 def _minor(version: str) -> str:
@@ -50,9 +50,7 @@ def _minor(version: str) -> str:
 _NCCL = "it refuses to connect ranks of different versions"
 _RULES = (
     _Rule("lightning_hetero", "error", "ranks would plan and communicate differently", "install {} everywhere"),
-    _Rule(
-        "torch", "error", "ranks would run different collectives, and hang", "pip install torch=={} there", _release
-    ),
+    _Rule("torch", "error", "ranks would run different collectives, and hang", "pip install torch=={} there", _release),
     _Rule("torch", "warning", "kernels, and so roundings, may differ", "install the build {} there", _build),
     _Rule("nccl", "error", _NCCL, "install the torch that brings NCCL {}, or that NCCL, there", on_gpus=True),
     _Rule("rccl", "error", _NCCL, "install the ROCm and torch that bring RCCL {} there", on_gpus=True),
@@ -69,8 +67,8 @@ def check_versions(ranks: Sequence[RankFacts]) -> list[Finding]:
     """What differs between ranks, and collectives that a rank's torch does not have."""
     findings = []
     for rule in _RULES:
-        users = [each for each in ranks if rule.key in each.versions and (each.has_gpu or not rule.on_gpus)]
-        by_version = grouped(users, lambda each: rule.part(each.versions[rule.key]))  # noqa: B023
+        users = [each for each in ranks if _part(rule, each) and (each.has_gpu or not rule.on_gpus)]
+        by_version = grouped(users, lambda each: _part(rule, each))  # noqa: B023
         if len(by_version) > 1:
             findings.append(_difference(rule, by_version))
     for library, kind in (("nccl", "cuda"), ("rccl", "rocm")):
@@ -80,6 +78,11 @@ def check_versions(ranks: Sequence[RankFacts]) -> list[Finding]:
             step = "install a torch from pytorch.org for Linux, which has it"
             findings.append(Finding("error", CHECK, places(without), what, step))
     return findings
+
+
+def _part(rule: _Rule, facts: RankFacts) -> str:
+    """Return what is compared; nothing where it is not installed, or has no such part."""
+    return rule.part(facts.versions.get(rule.key, ""))
 
 
 def _has_kind(facts: RankFacts, kind: str) -> bool:
@@ -92,4 +95,6 @@ def _difference(rule: _Rule, by_version: dict[str, list[RankFacts]]) -> Finding:
     named = "; ".join(f"{version} on {places(here)}" for version, here in by_version.items())
     build = " build" if rule.part is _build else ""
     what = f"{rule.key}{build} differs: {named}: {rule.why}"
-    return Finding(rule.level, CHECK, places(sorted(others, key=lambda each: each.rank)), what, rule.install.format(most))
+    return Finding(
+        rule.level, CHECK, places(sorted(others, key=lambda each: each.rank)), what, rule.install.format(most)
+    )

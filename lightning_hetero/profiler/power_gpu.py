@@ -121,6 +121,8 @@ def pci_address(properties: Any) -> str:
         LookupError: this torch does not tell it.
     """
     parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    if None in parts:
+    numbers = [int(part) for part in parts if part is not None]
+    if len(numbers) < len(parts):
         raise LookupError("this torch does not tell a GPU's PCI address: use a newer one")
-    return "{:04x}:{:02x}:{:02x}.0".format(*parts)
+    domain, bus, slot = numbers
+    return f"{domain:04x}:{bus:02x}:{slot:02x}.0"

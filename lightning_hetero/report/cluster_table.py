@@ -10,6 +10,7 @@ from lightning_hetero.cluster import Cluster, Link
 from lightning_hetero.profiler.busy import BUSY, DeviceUse, users_text
 from lightning_hetero.units import format_bytes, format_bytes_per_s, format_flops_per_s, format_seconds
 
+
 def cluster_table(cluster: Cluster, uses: Sequence[DeviceUse] = ()) -> Table:
     """One line a rank; with ``uses``, one per rank, also how much of the device's memory there is in all."""
     table = Table(title=cluster.name, title_justify="left")
