@@ -95,6 +95,15 @@ def test_facts_survive_json():
     assert RankFacts.from_dict(json.loads(json.dumps(facts.to_dict()))) == facts
     bare = RankFacts(0, "a")
     assert RankFacts.from_dict(json.loads(json.dumps(bare.to_dict()))) == bare
+    # another version of this package knows other things
+    other = {
+        "rank": 1,
+        "node": "b",
+        "devices": [{**gpu().__dict__, "driver": None, "new": 1}],
+        "limits": {**ROOMY.__dict__, "new": 1},
+    }
+    read = RankFacts.from_dict(other)
+    assert (read.rank, read.devices[0].name, read.limits) == (1, "NVIDIA H200", ROOMY)
 
 
 def test_two_nodes_with_different_nccl_cannot_start():

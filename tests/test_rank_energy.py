@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_hetero import RankEnergy
+from lightning_hetero import HeteroPipelineStrategy, RankEnergy
 from lightning_hetero.callbacks import EmulatedDevices
 from lightning_hetero.callbacks.rank_table import logged
 from lightning_hetero.cluster import Cluster, Device
@@ -30,21 +30,23 @@ SAMPLES = 4
 
 
 class Module(pl.LightningModule):
-    def __init__(self, fails_at: int | None = None, validation_s: float = 0.0) -> None:
+    def __init__(self, fails_at: int | None = None) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-        self.fails_at, self.validation_s = fails_at, validation_s
+        self.fails_at = fails_at
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if batch_idx == self.fails_at:
             raise ArithmeticError("in the step")
         return self.net(batch).square().mean()
 
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        time.sleep(self.validation_s)
-
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Validated(Module):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        time.sleep(0.5)
 
 
 def loader(batches: int) -> DataLoader[Tensor]:
@@ -149,8 +151,8 @@ def test_an_exception_ends_the_thread(tmp_path: Path) -> None:
 def test_validation_counts_for_no_step(tmp_path: Path) -> None:
     lines: list[dict[str, Any]] = []
     callback = RankEnergy(0.01, source=lambda trainer: Steady(100.0), write=lines.append)
-    fit = trainer(tmp_path, callback, val_check_interval=1, limit_val_batches=1, log_every_n_steps=2)
-    fit.fit(Module(validation_s=0.5), loader(4), loader(1))
+    fit = trainer(tmp_path, callback, val_check_interval=1, num_sanity_val_steps=0, log_every_n_steps=2)
+    fit.fit(Validated(), loader(4), loader(1))
     assert len(lines) == 5
     # 50 J each in four validations
     assert sum(line["joules"] for line in lines[1:]) < 100
@@ -202,6 +204,9 @@ def test_every_rank_under_any_strategy(strategy: str, tmp_path: Path, ranks: War
     assert [len(lines) for lines in (first, second, third)] == [3, 3, 1]
     assert third[0]["reason"] == "there is none"
     assert {line["rank"] for line in second} == {1}
+    # the loader's batch for each rank; hetero_fsdp shares them out by speed
+    if strategy == "ddp":
+        assert [line["samples"] for line in second[1:]] == [SAMPLES, SAMPLES]
     told = [row for row in rows(tmp_path) if row.get("device/power_w")]
     assert len(told) == 2
     for row, line_0, line_1 in zip(told, first[1:], second[1:], strict=True):
@@ -214,3 +219,16 @@ def test_every_rank_under_any_strategy(strategy: str, tmp_path: Path, ranks: War
         assert float(row["device/min_power_w"]) == pytest.approx(min(powers))
         assert float(row["device/max_power_w"]) == pytest.approx(max(powers))
         assert ("device/tflops_per_s_per_w" in row) == (strategy == "hetero_fsdp")
+
+
+def fit_pipeline(path: str) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    callback = RankEnergy(0.01, source=lambda trainer: Steady(), write=lines.append)
+    strategy = HeteroPipelineStrategy(pipelines=1, micro_batch_size=2, summary=False)
+    trainer(Path(path), callback, devices=2, strategy=strategy).fit(Module(), loader(4))
+    return lines
+
+
+def test_all_samples_of_a_pipeline_go_through_each_of_its_ranks(tmp_path: Path, ranks: WarmRanks) -> None:
+    for lines in ranks.run(2, fit_pipeline, str(tmp_path)):
+        assert [(line["step"], line["samples"]) for line in lines[1:]] == [(1, 2 * SAMPLES), (2, 2 * SAMPLES)]

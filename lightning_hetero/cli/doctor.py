@@ -16,7 +16,7 @@ from lightning_hetero.doctor.gather import gather
 from lightning_hetero.doctor.meeting import Meeting, RendezvousError, rendezvous_finding
 from lightning_hetero.doctor.place import Place
 from lightning_hetero.doctor.reach import CHECK as REACH
-from lightning_hetero.doctor.reach import Listener, Reach, try_peers
+from lightning_hetero.doctor.reach import Listener, Reach, longest_s, try_peers
 from lightning_hetero.report.console import console
 from lightning_hetero.report.findings import show_findings
 
@@ -98,12 +98,12 @@ def _together(options: argparse.Namespace, place: Place, own: RankFacts) -> int:
     facts = [RankFacts.from_dict(data) for data in meeting.collect("facts", everyone).values()]
     came = [each.rank for each in facts]
     meeting.give("reach", [reach.to_dict() for reach in try_peers(own, facts, options.timeout)])
-    # every attempt may take its time limit twice, by name and by address
-    patience_s = options.wait + 2 * options.timeout * place.world_size
+    # others may have begun so much later, and waited so long
+    patience_s = options.wait + longest_s(place.world_size, options.timeout)
     if place.rank != 0:
         return meeting.conclusion(2 * patience_s)
     given = meeting.collect("reach", came, patience_s)
-    reaches = [Reach(**each) for those in given.values() for each in those]
+    reaches = [Reach.from_dict(each) for those in given.values() for each in those]
     missing = [rank for rank in everyone if rank not in came]
     status = _finish(options, facts, reaches, _examine(options, facts, reaches, missing))
     meeting.conclude(status, came)

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from lightning_hetero.profiler.busy import DeviceUser
+
+
+def known(cls: Any, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a dataclass has fields for: ranks may run other versions of this package, which is to be found."""
+    names = {each.name for each in fields(cls)}
+    return {name: value for name, value in data.items() if name in names}
 
 
 @dataclass(frozen=True)
@@ -40,8 +46,8 @@ class DriverView:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> DriverView:
         """The inverse of ``dataclasses.asdict``."""
-        users = tuple(DeviceUser(**user) for user in data["users"])
-        return cls(**{**data, "users": users, "slowed_by": tuple(data["slowed_by"])})
+        users = tuple(DeviceUser(**known(DeviceUser, user)) for user in data.get("users", ()))
+        return cls(**{**known(cls, data), "users": users, "slowed_by": tuple(data.get("slowed_by", ()))})
 
 
 @dataclass(frozen=True)
@@ -69,8 +75,8 @@ class DeviceFacts:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> DeviceFacts:
         """The inverse of ``dataclasses.asdict``."""
-        driver = data["driver"]
-        return cls(**{**data, "driver": None if driver is None else DriverView.from_dict(driver)})
+        driver = data.get("driver")
+        return cls(**{**known(cls, data), "driver": None if driver is None else DriverView.from_dict(driver)})
 
 
 @dataclass(frozen=True)
@@ -146,13 +152,13 @@ class RankFacts:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RankFacts:
         """The inverse of :meth:`to_dict`, also after JSON."""
-        limits = data["limits"]
+        limits = data.get("limits")
         return cls(
             **{
-                **data,
-                "architectures": tuple(data["architectures"]),
-                "torch_says": tuple(data["torch_says"]),
-                "devices": tuple(DeviceFacts.from_dict(device) for device in data["devices"]),
-                "limits": None if limits is None else LimitFacts(**limits),
+                **known(cls, data),
+                "architectures": tuple(data.get("architectures", ())),
+                "torch_says": tuple(data.get("torch_says", ())),
+                "devices": tuple(DeviceFacts.from_dict(device) for device in data.get("devices", ())),
+                "limits": None if limits is None else LimitFacts(**known(LimitFacts, limits)),
             }
         )

@@ -6,12 +6,12 @@ import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_hetero.doctor.facts import RankFacts
+from lightning_hetero.doctor.facts import RankFacts, known
 from lightning_hetero.doctor.finding import Finding, Level, not_checked
 from lightning_hetero.doctor.places import places, ranks_text
 
@@ -48,6 +48,11 @@ class Reach:
     def to_dict(self) -> dict[str, Any]:
         """The attempt as JSON has it."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Reach:
+        """The inverse of :meth:`to_dict`."""
+        return cls(**known(cls, data))
 
 
 class Listener:
@@ -140,6 +145,11 @@ def try_peers(own: RankFacts, everyone: Sequence[RankFacts], timeout_s: float) -
         return []
     with ThreadPoolExecutor(min(_AT_ONCE, len(peers))) as pool:
         return list(pool.map(lambda peer: _try(own, peer, timeout_s), peers))
+
+
+def longest_s(world_size: int, timeout_s: float) -> float:
+    """Seconds that :func:`try_peers` takes at most, names apart: each attempt by name and by address."""
+    return 2 * timeout_s * -(-world_size // _AT_ONCE)
 
 
 def _try(own: RankFacts, peer: RankFacts, timeout_s: float) -> Reach:
