@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lightning_hetero.doctor import DriverView
+from lightning_hetero.doctor import DriverView, amd, nvidia
 from lightning_hetero.doctor.amd import amd_view
 from lightning_hetero.doctor.gather import gather, own_code
 from lightning_hetero.doctor.nvidia import ask_driver, parse_report
+from lightning_hetero.doctor.place import Place
 from lightning_hetero.profiler.busy import DeviceUser
 
 REPORT = """<?xml version="1.0" ?>
@@ -126,3 +129,80 @@ def test_what_this_machine_says():
     assert facts.limits.shared_total_bytes == space.f_frsize * space.f_blocks
     if not facts.devices:
         assert facts.architectures == tuple(torch.cuda.get_arch_list())
+
+
+def with_gpus(monkeypatch: pytest.MonkeyPatch, *uuids: str) -> None:
+    """Torch sees GPUs with these UUIDs; the last one is of an older kind."""
+
+    def properties(index: int) -> SimpleNamespace:
+        return SimpleNamespace(
+            name=f"GPU {index}",
+            uuid=uuids[index],
+            major=9 - index,
+            minor=0,
+            total_memory=2**36,
+            gcnArchName="gfx942:sramecc+:xnack-",
+            pci_domain_id=0,
+            pci_bus_id=0xC1,
+            pci_device_id=0,
+        )
+
+    def available() -> bool:
+        warnings.warn("a driver's warning\nmore of it", UserWarning, stacklevel=1)
+        return True
+
+    monkeypatch.setattr(torch.cuda, "is_available", available)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_90"])
+    monkeypatch.setattr(nvidia, "ask_driver", lambda: parse_report(REPORT))
+
+
+def test_facts_of_nvidia_gpus(monkeypatch):
+    with_gpus(monkeypatch, "aaaa-1", "cccc")
+    monkeypatch.setattr(torch.version, "hip", None)
+    facts = gather()
+    first, second = facts.devices
+    assert (first.index, first.kind, first.architecture, first.uuid) == (0, "cuda", "sm_90", "aaaa-1")
+    assert (first.total_bytes, first.driver) == (2**36, FIRST)
+    assert (second.architecture, second.driver) == ("sm_80", None)
+    assert "nvidia-smi does not list cccc" in facts.unchecked["driver"]
+    assert (facts.visible_devices, facts.driver_devices, facts.architectures) == (2, 2, ("sm_90",))
+    assert facts.versions["driver"] == "580.65.06"
+    assert facts.torch_says == ("a driver's warning",)
+
+
+def test_a_rank_looks_at_its_own_gpu(monkeypatch):
+    with_gpus(monkeypatch, "aaaa-1", "bbbb")
+    monkeypatch.setattr(torch.version, "hip", None)
+    own = gather(Place(3, 4, 1, "127.0.0.1", 29500), port=7)
+    assert [device.uuid for device in own.devices] == ["bbbb"]
+    assert (own.rank, own.local_rank, own.port, own.address) == (3, 1, 7, "127.0.0.1")
+    crowded = gather(Place(3, 4, 2, "127.0.0.1", 29500))
+    assert (crowded.devices, crowded.visible_devices) == ((), 2)
+
+
+def test_a_gpu_that_cannot_be_looked_at(monkeypatch):
+    with_gpus(monkeypatch, "aaaa-1")
+
+    def broken(index: int) -> None:
+        raise RuntimeError("CUDA error: device is busy\nmore of it")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", broken)
+    facts = gather()
+    assert (facts.devices, facts.unchecked["GPU 0"]) == ((), "CUDA error: device is busy")
+
+
+def test_facts_of_amd_gpus(monkeypatch, tmp_path):
+    with_gpus(monkeypatch, "dddd")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(amd, "amd_view", lambda address: amd_view(address, tmp_path))
+    facts = gather()
+    assert (facts.devices[0].kind, facts.devices[0].architecture) == ("rocm", "gfx942")
+    assert "none of the files of amdgpu" in facts.unchecked["driver"]
+    folder = tmp_path / "0000:c1:00.0"
+    folder.mkdir()
+    (folder / "gpu_busy_percent").write_text("50\n")
+    assert gather().devices[0].driver == DriverView("0000:c1:00.0", utilisation=0.5)
+    assert facts.versions["rocm"] == "7.0"
+    assert "nccl" not in facts.versions

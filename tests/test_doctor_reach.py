@@ -11,6 +11,7 @@ from io import StringIO
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_hetero.cli import main
 from lightning_hetero.cli.launch import launched
@@ -190,6 +191,9 @@ def test_alone(capsys):
     out = capsys.readouterr().out
     assert "not checked: there is one process alone" in out
     assert "training can start: 0 errors" in out
+    if not torch.cuda.is_available():
+        assert "note     architectures, dtypes, busy, clocks: node " in out
+        assert out.count("torch sees no GPU there") == 1
     assert "looked at devices, versions" in out
     assert "in part or not at all: reach" in out
 

@@ -289,3 +289,11 @@ def test_a_source_that_fails_is_not_a_zero() -> None:
     assert meter.problem == "OSError: the driver is gone"
     meter.stop()
     assert meter.read() is None
+
+
+def test_amd_gpus_are_read_by_amdsmi(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xD1, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(power, "import_module", {"amdsmi": FakeAmdSmi(socket_power=250)}.__getitem__)
+    assert "GPU at 0000:d1:00.0" in find_source(torch.device("cuda", 0)).label

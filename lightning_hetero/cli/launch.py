@@ -20,7 +20,7 @@ def launched() -> Place | None:
     """
     if "WORLD_SIZE" in os.environ:
         return _from_torchrun()
-    if int(os.environ.get("SLURM_NTASKS", "1")) > 1:
+    if os.environ.get("SLURM_NTASKS", "1") != "1":
         return _from_slurm()
     return None
 

@@ -14,12 +14,18 @@ _INDENT = " " * 9
 
 def show_findings(screen: Console, findings: Sequence[Finding], facts: Sequence[RankFacts]) -> None:
     """Print every finding with its next step, and at the end whether training can start."""
+    # checks that could not be made for one and the same reason are told together
+    alike: dict[tuple[str, str, str, str, str], list[str]] = {}
     for finding in findings:
-        screen.print(f"{finding.level:8} ", style=_STYLES[finding.level], end="")
-        screen.print(f"{finding.check}: {finding.where}", markup=False, soft_wrap=True)
-        screen.print(f"{_INDENT}{finding.what}", markup=False, soft_wrap=True)
-        if finding.next_step:
-            screen.print(f"{_INDENT}next: {finding.next_step}", markup=False, soft_wrap=True)
+        alone = finding.check if finding.checked else ""
+        key = (finding.level, alone, finding.where, finding.what, finding.next_step)
+        alike.setdefault(key, []).append(finding.check)
+    for (level, _, where, what, next_step), checks in alike.items():
+        screen.print(f"{level:8} ", style=_STYLES[level], end="")
+        screen.print(f"{', '.join(dict.fromkeys(checks))}: {where}", markup=False, soft_wrap=True)
+        screen.print(f"{_INDENT}{what}", markup=False, soft_wrap=True)
+        if next_step:
+            screen.print(f"{_INDENT}next: {next_step}", markup=False, soft_wrap=True)
     screen.print(verdict(findings, facts), markup=False, soft_wrap=True)
 
 
