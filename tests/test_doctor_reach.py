@@ -147,7 +147,9 @@ def test_rank_0_that_is_not_there(monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     assert main(["doctor", "--wait", "1"]) == 1
     out = capsys.readouterr().out
-    assert f"cannot reach 127.0.0.1:{os.environ['MASTER_PORT']}, where ranks meet, within 1 s" in out
+    assert (
+        f"cannot reach 127.0.0.1:{os.environ['MASTER_PORT']}, where ranks meet, within 1 s (Connection refused)" in out
+    )
     assert "next: see that rank 0 was started" in out
 
 

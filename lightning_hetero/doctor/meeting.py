@@ -6,6 +6,7 @@ No process group is made: where one would hang, this says who did not come.
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Iterable
 from datetime import timedelta
@@ -20,6 +21,7 @@ from lightning_hetero.doctor.reach import CHECK
 from lightning_hetero.errors import HeteroError
 
 _LOOK_S = 0.05
+_PATIENT_S = 0.25
 _FAREWELL_S = 10.0
 
 
@@ -42,15 +44,14 @@ class Meeting:
         self._place = place
         self._wait_s = wait_s
         holds = place.rank == 0 and not place.hosted
+        if not holds:
+            _wait_for_door(place, wait_s)
         try:
             store = dist.TCPStore(  # type: ignore[attr-defined]
                 place.host, place.port, None, holds, timedelta(seconds=wait_s), wait_for_workers=False
             )
         except (RuntimeError, ValueError) as error:
-            verb = "open" if holds else "reach"
-            raise RendezvousError(
-                f"cannot {verb} {place.host}:{place.port}, where ranks meet, within {wait_s:g} s ({_first_line(error)})"
-            ) from error
+            raise _unmet("open" if holds else "reach", place, wait_s, _first_line(error)) from error
         self._store = dist.PrefixStore(f"lightning_hetero/doctor/{place.attempt}", store)  # type: ignore[attr-defined]
 
     def give(self, what: str, value: Any) -> None:
@@ -115,6 +116,24 @@ def rendezvous_finding(error: RendezvousError, place: Place) -> Finding:
         else f"see that rank 0 was started, that {place.host} is its node, and that port {place.port} is open there"
     )
     return Finding("error", CHECK, ranks_text([place.rank]), str(error), step)
+
+
+def _wait_for_door(place: Place, wait_s: float) -> None:
+    """Connect until somebody answers: torch would print stacks of its own meanwhile, and wait twice as long."""
+    deadline_s = time.monotonic() + wait_s
+    while True:
+        try:
+            with socket.create_connection((place.host, place.port), max(_LOOK_S, deadline_s - time.monotonic())):
+                return
+        except OSError as error:
+            if time.monotonic() + _PATIENT_S > deadline_s:
+                why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+                raise _unmet("reach", place, wait_s, why) from error
+        time.sleep(_PATIENT_S)
+
+
+def _unmet(verb: str, place: Place, wait_s: float, why: str) -> RendezvousError:
+    return RendezvousError(f"cannot {verb} {place.host}:{place.port}, where ranks meet, within {wait_s:g} s ({why})")
 
 
 def _first_line(error: Exception) -> str:
