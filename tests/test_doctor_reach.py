@@ -275,3 +275,16 @@ def test_under_torchrun(tmp_path):
     run = subprocess.run(command, capture_output=True, text=True, timeout=110, cwd=root, env=environment)
     assert run.returncode == 0, run.stderr
     assert len(json.loads(run.stdout)["reaches"]) == 2
+
+
+def doctor_that_nobody_reads() -> int:
+    class Closed(StringIO):
+        def write(self, text: str) -> int:
+            raise OSError("nobody reads")
+
+    with redirect_stdout(Closed()):
+        return main(["doctor", "--json", "--workers", "0"])
+
+
+def test_the_others_hear_how_it_ended_even_if_nobody_reads_it(ranks: WarmRanks):
+    assert ranks.run(2, doctor_that_nobody_reads, process_group=False) == [2, 0]

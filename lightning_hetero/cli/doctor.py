@@ -105,9 +105,12 @@ def _together(options: argparse.Namespace, place: Place, own: RankFacts) -> int:
     given = meeting.collect("reach", came, patience_s)
     reaches = [Reach.from_dict(each) for those in given.values() for each in those]
     missing = [rank for rank in everyone if rank not in came]
-    status = _finish(options, facts, reaches, _examine(options, facts, reaches, missing))
-    meeting.conclude(status, came)
-    return status
+    findings = _examine(options, facts, reaches, missing)
+    try:
+        return _finish(options, facts, reaches, findings)
+    finally:
+        # also where nobody reads what is printed: the others wait for it
+        meeting.conclude(0 if can_start(findings) else 1, came)
 
 
 def _examine(
