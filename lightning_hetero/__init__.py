@@ -23,7 +23,7 @@ from lightning_hetero.late import after_import
 from lightning_hetero.plan import PipelinePlan, ShardPlan
 
 if TYPE_CHECKING:
-    from lightning_hetero.callbacks import EmulatedDevices
+    from lightning_hetero.callbacks import EmulatedDevices, RankEnergy
     from lightning_hetero.strategies import (
         HeteroAutoStrategy,
         HeteroFSDPStrategy,
@@ -49,6 +49,7 @@ _LATER = {
     "HeteroAutoStrategy": "strategies",
     "HeteroFSDPStrategy": "strategies",
     "HeteroPipelineStrategy": "strategies",
+    "RankEnergy": "callbacks",
     "Rebalance": "strategies",
 }
 """names that need torch and Lightning, and where they are"""
@@ -86,6 +87,13 @@ def _discover(*, dtype: str, measure_speed: bool, measure_links: bool) -> Cluste
 
 
 if find_spec("torch") is not None and find_spec("lightning") is not None:
-    __all__ += ["EmulatedDevices", "HeteroAutoStrategy", "HeteroFSDPStrategy", "HeteroPipelineStrategy", "Rebalance"]
+    __all__ += [
+        "EmulatedDevices",
+        "HeteroAutoStrategy",
+        "HeteroFSDPStrategy",
+        "HeteroPipelineStrategy",
+        "RankEnergy",
+        "Rebalance",
+    ]
     discovery.register(_discover)
     after_import("lightning.pytorch", _register_strategies)

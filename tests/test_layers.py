@@ -25,6 +25,7 @@ LEVELS = {
     "planner": 2,
     "models": 3,
     "profiler": 3,
+    "doctor": 3,
     "emulation": 3,
     "emulation_report": 3,
     "ownership": 3,
