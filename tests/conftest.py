@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,22 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "reproducible"))
     for text in IGNORED_WARNINGS:
         config.addinivalue_line("filterwarnings", text)
+
+
+_OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def no_rank_is_left_behind() -> Iterator[None]:
+    """No test leaves variables of a launcher: what a later one starts would go looking for that place."""
+    before = {name: os.environ.get(name) for name in _OF_A_RANK}
+    yield
+    after = {name: os.environ.get(name) for name in _OF_A_RANK}
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    assert after == before
 
 
 _CRASHES = pytest.StashKey[list[str]]()

@@ -61,6 +61,7 @@ def _from_slurm() -> Place | None:
 
     if not SLURMEnvironment.detect():
         return None
+    before = {name: os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
     try:
         slurm = SLURMEnvironment(auto_requeue=False)
         return Place(slurm.global_rank(), slurm.world_size(), slurm.local_rank(), slurm.main_address, slurm.main_port)
@@ -68,3 +69,9 @@ def _from_slurm() -> Place | None:
         raise HeteroError(
             f"SLURM's variables do not say which rank this is ({error}): start with srun, one task per device"
         ) from error
+    finally:  # asking for the address has set them
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
