@@ -59,13 +59,27 @@ def test_evaluation_before_a_fit_by_a_plan_of_its_own(ranks: WarmRanks, first: s
     for own in ranks.run(2, planned, first, {"global_batch_size": 6}, process_group=False):
         assert own["step"] == 8
         assert own["before"] == pytest.approx(own["expected"], rel=1e-9)
-        assert own["busy_s"] > 0  # each run is measured anew
+        assert bool(own["busy_s"] > 0) == own["has_stages"]  # each run is measured anew; a plan may leave a rank out
 
 
 def test_a_batch_that_an_earlier_evaluation_did_not_know(ranks: WarmRanks) -> None:
     for outcome in ranks.run_outcomes(2, planned, "validate", {}, process_group=False):
         assert outcome[:2] == ("error", "DataError")
         assert "pass global_batch_size=6 to the strategy, or fit first" in outcome[2]
+
+
+def fitted_twice() -> None:
+    module, trainer = seeded(Small), trainer_of(PAIR, PAIR.strategy(plan="auto", pipelines=1), max_epochs=1)
+    trainer.fit(module, DataLoader(points(24), batch_size=3))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, DataLoader(points(24), batch_size=4))
+
+
+def test_another_batch_than_an_earlier_fit_s(ranks: WarmRanks) -> None:
+    for outcome in ranks.run_outcomes(2, fitted_twice, process_group=False):
+        assert outcome[:2] == ("error", "DataError")
+        assert "cut for a global batch of 6 in an earlier fit" in outcome[2]
+        assert "make one of 8" in outcome[2]
 
 
 def planned(first: str, options: dict[str, Any]) -> Any:
@@ -85,8 +99,14 @@ def planned(first: str, options: dict[str, Any]) -> Any:
     trainer.fit(module, data, data)
     trainer.fit_loop.max_epochs = 3
     trainer.fit(module, data, data)
-    busy_s = strategy.summaries[trainer.global_rank].busy_s
-    return {"before": before, "expected": expected, "step": trainer.global_step - 4, "busy_s": busy_s}
+    assert strategy.plan is not None
+    return {
+        "before": before,
+        "expected": expected,
+        "step": trainer.global_step - 4,
+        "busy_s": strategy.summaries[trainer.global_rank].busy_s,
+        "has_stages": any(trainer.global_rank in pipeline.ranks for pipeline in strategy.plan.pipelines),
+    }
 
 
 # -- callbacks ---------------------------------------------------------------------------------------------------------

@@ -83,11 +83,7 @@ class PipeLoaders:
         strategy = self.strategy
         size = cast(BatchSampler, loader.batch_sampler).batch_size * strategy.world_size
         if not evaluating:
-            if self._made_for_evaluation and size != self.global_batch_size:
-                raise DataError(
-                    "the model was cut when it was evaluated, before it was known that its global "
-                    f"batch is to be {size}: pass global_batch_size={size} to the strategy, or fit first"
-                )
+            self._refuse_another_batch(size)
             size = self.global_batch_size = self.global_batch_size or size
         made = UnevenLoader(
             loader,
@@ -106,6 +102,23 @@ class PipeLoaders:
         if predicting:
             lightning_adapter.track_indices(made)
         return made
+
+    def _refuse_another_batch(self, size: int) -> None:
+        """A plan that this run has made holds for its global batch alone; without a word it would go on with that."""
+        if self._plan is None or self._asked is not None or self.strategy.plan_is_given:
+            return
+        if size == self.global_batch_size:
+            return
+        if self._made_for_evaluation:
+            raise DataError(
+                "the model was cut when it was evaluated, before it was known that its global "
+                f"batch is to be {size}: pass global_batch_size={size} to the strategy, or fit first"
+            )
+        raise DataError(
+            f"the model was cut for a global batch of {self.global_batch_size} in an earlier fit, and this training "
+            f"loader's batches make one of {size}: give it batches as large as before, pass "
+            f"global_batch_size={self.global_batch_size} to keep that one, or build module and Trainer anew"
+        )
 
     def _shares(self, samples: int) -> tuple[int, ...]:
         # before there is a plan, it is made from an evaluation's first batch, whole
