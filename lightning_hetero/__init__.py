@@ -23,7 +23,7 @@ from lightning_hetero.late import after_import
 from lightning_hetero.plan import PipelinePlan, ShardPlan
 
 if TYPE_CHECKING:
-    from lightning_hetero.callbacks import EmulatedDevices
+    from lightning_hetero.callbacks import EmulatedDevices, RankMemory, RankThroughput, StragglerMonitor
     from lightning_hetero.strategies import (
         HeteroAutoStrategy,
         HeteroFSDPStrategy,
@@ -49,7 +49,10 @@ _LATER = {
     "HeteroAutoStrategy": "strategies",
     "HeteroFSDPStrategy": "strategies",
     "HeteroPipelineStrategy": "strategies",
+    "RankMemory": "callbacks",
+    "RankThroughput": "callbacks",
     "Rebalance": "strategies",
+    "StragglerMonitor": "callbacks",
 }
 """names that need torch and Lightning, and where they are"""
 
@@ -86,6 +89,6 @@ def _discover(*, dtype: str, measure_speed: bool, measure_links: bool) -> Cluste
 
 
 if find_spec("torch") is not None and find_spec("lightning") is not None:
-    __all__ += ["EmulatedDevices", "HeteroAutoStrategy", "HeteroFSDPStrategy", "HeteroPipelineStrategy", "Rebalance"]
+    __all__ += list(_LATER)
     discovery.register(_discover)
     after_import("lightning.pytorch", _register_strategies)

@@ -68,6 +68,9 @@ class HeteroStrategy(ParallelStrategy):
         process_group_backend: default: nccl for CUDA and ROCm devices, gloo for CPU.
     """
 
+    waits_for_messages = False
+    """whether a rank's units wait for messages of other ranks, as a pipeline's stages do"""
+
     def __init__(
         self,
         cluster: Cluster | str | Path | None = None,

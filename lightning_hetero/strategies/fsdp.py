@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_hetero.callbacks import EmulatedDevices
+from lightning_hetero.callbacks.emulated_devices import EmulatedDevices
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import ModelCosts
 from lightning_hetero.data import Split, UnevenLoader

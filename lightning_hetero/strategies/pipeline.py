@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_hetero.callbacks import EmulatedDevices
+from lightning_hetero.callbacks.emulated_devices import EmulatedDevices
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import ModelCosts
 from lightning_hetero.errors import HeteroError, UnsupportedError, raise_all
