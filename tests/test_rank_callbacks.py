@@ -1,0 +1,354 @@
+"""RankThroughput, RankMemory and StragglerMonitor under every kind of strategy: what they say is what happened."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+import lightning_hetero
+from lightning_hetero.callbacks import RankMemory, RankThroughput, StragglerMonitor
+from lightning_hetero.callbacks.rank_throughput import throughput_of
+from lightning_hetero.callbacks.rank_values import named
+from lightning_hetero.callbacks.straggler_monitor import window_slowdowns
+from lightning_hetero.errors import HeteroError
+from lightning_hetero.metrics import read_metrics
+from tests.callback_fits import (
+    BUSY_S,
+    LAYER,
+    SAMPLE,
+    SHARE,
+    Dying,
+    Wide,
+    dying,
+    everything,
+    fit,
+    model_parallel,
+    pipeline,
+    slow_ddp,
+    slowed_fsdp,
+    with_uneven_share,
+)
+from tests.harness import WarmRanks
+
+PARTS = ("compute_s", "blocked_s", "messages_s", "input_s", "optimizer_s", "rest_s")
+SPLIT = ("compute_s", "waiting_s", "communication_s", "input_s", "optimizer_s", "rest_s")
+
+
+def steps_of(result: dict[str, Any], rank: int) -> list[dict[str, Any]]:
+    return [line for line in result["lines"] if line["kind"] == "step" and line["rank"] == rank]
+
+
+def check_sums(result: dict[str, Any], ranks: int) -> None:
+    """Parts are the step, by our clock and by another one; ranks' rates are the global one."""
+    for rank in range(ranks):
+        lines = steps_of(result, rank)
+        assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+        for line in lines:
+            for parts in (PARTS, SPLIT):
+                assert math.fsum(line[part] for part in parts) == pytest.approx(line["step_s"], rel=1e-6)
+    assert result["logged"]
+    for _, logged in result["logged"]:
+        for what in ("samples_per_sec", "tflops_per_sec"):
+            if f"device/{what}" in logged:
+                of_ranks = [logged[f"device/{what}_rank_{rank}"] for rank in range(ranks)]
+                assert sum(of_ranks) == pytest.approx(logged[what], rel=1e-9)
+                assert logged[f"device/{what}"] == pytest.approx(statistics.mean(of_ranks))
+                assert (logged[f"device/min_{what}"], logged[f"device/max_{what}"]) == (min(of_ranks), max(of_ranks))
+        if "device/step_s" in logged:
+            assert sum(logged[f"device/{part}"] for part in SPLIT) == pytest.approx(logged["device/step_s"], rel=1e-6)
+
+
+def logged(result: dict[str, Any], name: str) -> list[float]:
+    return [values[name] for _, values in result["logged"] if name in values]
+
+
+# -- one device --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_one_device(here: Path) -> None:
+    module = Wide()
+    result = fit(module, "auto", everything(), batch=4, steps=10, devices=1, validate=True)
+    check_sums(result, 1)
+    assert result["files"] == ["metrics.jsonl"]
+    assert result["hooks"] == 0
+    first = result["ranks"][0]
+    assert (first["schema"], first["world_size"], first["emulated"], first["plan"]) == (1, 1, False, None)
+    lines = steps_of(result, 0)
+    for line in lines:
+        assert line["communication_s"] == line["waiting_s"] == line["blocked_s"] == line["messages_s"] == 0
+        assert (line["samples"], line["batches"], line["flops"]) == (4, 1, 4 * SAMPLE)
+        assert line["samples_per_s"] == pytest.approx(4 / line["step_s"])
+        assert line["tflops_per_s"] == pytest.approx(4 * SAMPLE / line["step_s"] / 1e12)
+        assert min(line[part] for part in ("compute_s", "input_s", "optimizer_s", "rest_s")) > 0
+    # by a clock of the test's own, without the first step and the one after validation
+    assert sum(line["step_s"] for line in lines[2:]) == pytest.approx(sum(result["own_step_s"][1:]), rel=0.1)
+    # a CPU has no peak, which is said once and made up nowhere
+    assert sum("no MFU: no vendor states a dense peak of a CPU" in text for text in result["said"]) == 1
+    assert not any("mfu" in name or "hfu" in name for _, values in result["logged"] for name in values)
+    assert len(logged(result, "device/step_s")) == 2  # every five of ten steps
+
+
+def test_memory_is_counted_in_some_steps_on_a_cpu(here: Path) -> None:
+    result = fit(Wide(), "auto", [RankMemory(sample_every=2)], batch=4, steps=5, devices=1, validate=True)
+    lines = steps_of(result, 0)
+    assert ["sampled" in line for line in lines] == [False, True, False, True, False]
+    line = lines[3]
+    model = sum(p.nbytes for p in Wide().parameters())
+    batch = 4 * 64 * 4
+    assert line["memory_kind"] == "counted"
+    # parameters, gradients and two moments, which are there already
+    assert 4 * model <= line["memory_current_bytes"] <= 4 * model + 40 * batch
+    assert line["memory_peak_bytes"] == max(line[f"memory_peak_{p}_bytes"] for p in ("forward", "backward", "optimizer"))
+    assert line["memory_peak_forward_bytes"] < line["memory_peak_optimizer_bytes"]  # its temporaries
+    assert logged(result, "device/memory_peak_bytes") == [line["memory_peak_bytes"]]
+    (validation,) = [line for line in result["lines"] if line["kind"] == "validation"]
+    assert model < validation["memory_peak_validation_bytes"] < line["memory_peak_bytes"]
+    assert not any("reserved" in name for _, values in result["logged"] for name in values)
+
+
+def test_accumulated_batches_are_one_step(here: Path) -> None:
+    result = fit(Wide(), "auto", everything(), batch=2, steps=12, devices=1, accumulate_grad_batches=3)
+    assert [(line["batches"], line["samples"]) for line in steps_of(result, 0)] == [(3, 6)] * 4
+    assert sum(line["step_s"] for line in steps_of(result, 0)[1:]) == pytest.approx(
+        sum(result["own_step_s"][2:]), rel=0.1
+    )
+
+
+def test_given_flops_are_taken(here: Path) -> None:
+    callbacks = [RankThroughput(5e6, log_every_n_steps=2)]
+    result = fit(Wide(), "auto", callbacks, batch=4, steps=4, devices=1)
+    assert {line["flops"] for line in steps_of(result, 0)} == {4 * 5e6}
+    assert len(logged(result, "tflops_per_sec")) == 2
+
+
+def test_flops_that_cannot_be_counted_are_absent(here: Path) -> None:
+    class Reads(Wide):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch, batch_idx) if self.gate(batch) else batch.sum()
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = Gate()
+
+    class Gate(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> bool:
+            return float(x.sum()) > 0
+
+    result = fit(Reads(), "auto", everything(), batch=4, steps=5, devices=1)
+    assert "flops" not in steps_of(result, 0)[0]
+    assert sum("no TFLOP/s and no MFU: Gate 'gate' cannot run on the meta device" in s for s in result["said"]) == 1
+    assert not logged(result, "tflops_per_sec")
+    assert logged(result, "samples_per_sec")
+
+
+def test_a_killed_run_keeps_its_steps_and_the_next_goes_on(ranks: WarmRanks, tmp_path: Path) -> None:
+    (outcome,) = ranks.run_outcomes(1, dying, str(tmp_path), 4)
+    assert outcome.status == "error"
+    (run,) = read_metrics(tmp_path)
+    assert [line["step"] for line in run.steps] == [1, 2, 3, 4]
+    with pytest.raises(HeteroError, match="give one of them"):
+        fit(Wide(), "auto", [RankMemory(folder="a"), RankThroughput(folder="b")], batch=2, steps=1, devices=1)
+    fit(Dying(99), "auto", everything(folder=tmp_path), batch=2, steps=3, devices=1)
+    first, second = read_metrics(tmp_path)
+    assert (first, len(second.steps)) == (run, 3)
+    assert [path.name for path in tmp_path.glob("*.jsonl")] == ["metrics.jsonl"]
+
+
+def test_a_failed_run_leaves_no_hook_behind(here: Path) -> None:
+    class Fails(Wide):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            if batch_idx == 2:
+                raise ArithmeticError("broken")
+            return super().training_step(batch, batch_idx)
+
+    module = Fails()
+    with pytest.raises(ArithmeticError):
+        fit(module, "auto", everything(log_every_n_steps=3), batch=2, steps=4, devices=1)
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in module.modules())
+    assert [line["step"] for line in read_metrics(here)[0].steps] == [1, 2]
+    again = fit(Wide(), "auto", everything(), batch=2, steps=2, devices=1, fast_dev_run=True)
+    assert again["files"] == ["metrics.rank_0.jsonl"]  # a run to try things writes nothing
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+SLOW_AT = 10
+
+
+def test_a_slowed_rank_is_named_by_its_own_compute(ranks: WarmRanks) -> None:
+    results = ranks.run(3, slowed_fsdp, 3, 22, 1, SLOW_AT)
+    result = results[0]
+    check_sums(result, 3)
+    (straggler,) = result["stragglers"]
+    assert all(other["stragglers"] == result["stragglers"] for other in results)
+    assert straggler.rank == 1
+    assert straggler.step <= SLOW_AT + 10
+    assert abs(straggler.since_step - (SLOW_AT + 1)) <= 1
+    assert straggler.slowdown == pytest.approx(1.3, abs=0.08)
+    assert straggler.planned
+    assert straggler.expected_s == pytest.approx(BUSY_S)
+    assert any("rank 1 is a straggler since step" in text for text in result["said"])
+    assert [line["rank"] for line in result["lines"] if line["kind"] == "straggler"] == [1]
+
+    def median(rank: int, part: str, after: bool) -> float:
+        lines = [line for line in steps_of(result, rank)[1:] if (line["step"] > SLOW_AT) == after]
+        return statistics.median(line[part] for line in lines)
+
+    for rank in range(3):
+        slower = median(rank, "compute_s", True) / median(rank, "compute_s", False)
+        assert slower == pytest.approx(1.3 if rank == 1 else 1.0, abs=0.05)
+        waits = median(rank, "waiting_s", True) - median(rank, "waiting_s", False)
+        assert (waits > 0.2 * BUSY_S) == (rank != 1)
+    # the strategy's own timer saw the same
+    for rank, summary in enumerate(result["summaries"]):
+        own = statistics.median(line["compute_s"] for line in steps_of(result, rank)[1:])
+        assert summary.busy_s == pytest.approx(own, rel=0.03)
+    check_emulated_memory(result)
+
+
+def check_emulated_memory(result: dict[str, Any]) -> None:
+    header = result["ranks"][2]
+    assert (header["emulated"], header["device"], header["strategy"]) == (True, "d2", "hetero_fsdp")
+    assert header["plan"]["busy_s"] == pytest.approx(BUSY_S)
+    assert "d2 is emulated by a CPU" in header["no_peak"]
+    assert set(logged(result, "device/emulated")) == {1.0}
+    line = steps_of(result, 0)[8]
+    assert line["memory_peak_bytes"] >= max(line["memory_peak_forward_bytes"], line["memory_current_bytes"])
+    assert logged(result, "device/memory_of_plan_rank_0")[1] == pytest.approx(
+        steps_of(result, 0)[9]["memory_peak_bytes"] / 300_000
+    )
+
+
+def test_a_straggler_makes_shares_move_where_they_can(ranks: WarmRanks) -> None:
+    first, second = ranks.run(2, slowed_fsdp, 2, 18, 1, 4, True)
+    assert first["shares"] == second["shares"]
+    assert first["shares"][0] > SHARE > first["shares"][1]
+    assert any("batch shares move" in text for text in first["said"])
+    plans = [line for line in first["lines"] if line["kind"] == "plan"]
+    assert [line["plan"]["samples"] for line in plans] == list(first["shares"])
+
+
+def test_without_a_plan_samples_say_what_to_expect(ranks: WarmRanks) -> None:
+    result = ranks.run(2, slow_ddp, 2, 8)[0]
+    check_sums(result, 2)
+    straggler = result["stragglers"][0]
+    assert (straggler.rank, straggler.planned, straggler.since_step) == (1, False, 2)
+    assert straggler.slowdown == pytest.approx(1.4, abs=0.08)
+    assert sum("cannot move work between ranks" in text for text in result["said"]) == 1
+    for rank, seconds in enumerate((BUSY_S, 1.4 * BUSY_S)):
+        line = steps_of(result, rank)[4]
+        assert line["compute_s"] == pytest.approx(seconds, rel=0.05)
+        assert (line["samples"], line["flops"]) == (SHARE, SHARE * SAMPLE)
+    assert steps_of(result, 0)[4]["waiting_s"] > 0.3 * BUSY_S
+    assert result["files"] == ["metrics.jsonl"]
+
+
+def test_shards_of_lightnings_own(ranks: WarmRanks) -> None:
+    result = ranks.run(2, model_parallel, 5)[0]
+    check_sums(result, 2)
+    for rank in (0, 1):
+        for line in steps_of(result, rank):
+            assert line["flops"] == 4 * SAMPLE  # whole layers, of which a rank holds parts
+            assert line["communication_s"] > 0
+    assert result["ranks"][1]["strategy"] == "ModelParallelStrategy"
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_pipeline(ranks: WarmRanks, recompute: bool) -> None:
+    result = ranks.run(2, pipeline, 6, recompute)[0]
+    check_sums(result, 2)
+    stage_flops = (8 * LAYER, 3 * LAYER)  # three layers, the first without a gradient for its input; one layer
+    for rank, flops in enumerate(stage_flops):
+        line = steps_of(result, rank)[3]
+        assert line["samples"] == pytest.approx(6 * flops / SAMPLE)
+        assert line["flops"] == pytest.approx(6 * flops)
+        assert line["recomputed_flops"] == pytest.approx(6 * (3, 1)[rank] * LAYER if recompute else 0)
+        assert line["memory_peak_bytes"] == max(line["memory_peak_schedule_bytes"], line["memory_peak_optimizer_bytes"])
+    first, second = (steps_of(result, rank)[3] for rank in (0, 1))
+    assert first["samples"] + second["samples"] == pytest.approx(6)
+    assert second["messages_s"] > first["messages_s"]  # the smaller stage waits for the larger one
+    if not recompute:
+        # 0.12 s for all of six samples on either device
+        assert first["compute_s"] == pytest.approx(0.12 * 8 / 11, rel=0.05)
+        assert second["compute_s"] == pytest.approx(0.12 * 3 / 11, rel=0.08)
+
+
+def test_micro_batches_that_accumulate(ranks: WarmRanks) -> None:
+    result = ranks.run(2, with_uneven_share, 3)[0]
+    check_sums(result, 2)
+    for rank, samples in enumerate((24, 8)):
+        assert {(line["samples"], line["batches"]) for line in steps_of(result, rank)} == {(samples, 2)}
+        assert {line["flops"] for line in steps_of(result, rank)} == {samples * SAMPLE}
+
+
+# -- numbers alone -----------------------------------------------------------------------------------------------------
+
+
+def test_names() -> None:
+    assert named("x", [1.0, None, 4.0]) == {
+        "device/x": 2.5,
+        "device/x_rank_0": 1.0,
+        "device/x_rank_2": 4.0,
+        "device/min_x": 1.0,
+        "device/max_x": 4.0,
+    }
+    assert named("x", [None, math.nan]) == {}
+
+
+def test_what_is_logged_of_steps() -> None:
+    def rank(compute: float, blocked: float, peak: float, samples: float) -> list[dict[str, float]]:
+        step = {"samples": samples, "step_s": 2.0, "compute_s": compute, "blocked_s": blocked, "messages_s": 0.0}
+        rest = {"input_s": 0.0, "optimizer_s": 0.0, "rest_s": 2.0 - compute - blocked, "flops": 4e12}
+        return [{**step, **rest, "recomputed_flops": 1e12, "peak_flops_per_s": peak}] * 2
+
+    found = throughput_of([rank(1.5, 0.25, 8e12, 6.0), rank(0.5, 1.0, math.nan, 2.0)])
+    assert found["samples_per_sec"] == 4.0
+    assert found["tflops_per_sec"] == 4.0
+    assert (found["device/mfu"], found["device/hfu"]) == (0.25, 0.3125)  # of the rank whose peak is known
+    assert "device/mfu_rank_1" not in found
+    assert [found[f"device/waiting_s_rank_{r}"] for r in (0, 1)] == [0.0, 0.75]
+    assert found["device/communication_s"] == 0.25
+    assert (found["device/min_idle_share"], found["device/max_idle_share"]) == (0.25, 0.75)
+
+
+def test_slowdowns() -> None:
+    nan = math.nan
+    planned = [[[1, 0.13, 0.1, 5]], [[1, 0.21, 0.2, 5]], [[1, 0.42, 0.4, 5]], [[1, 0.0, 0.0, 0]]]
+    assert [round(rank[0], 3) for rank in window_slowdowns(planned)] == [round(1.3 / 1.05, 3), 1.0, 1.0, 1.0]
+    unplanned = [[[1, 0.2, nan, 8]], [[1, 0.2, nan, 4]]]
+    assert [rank[0] for rank in window_slowdowns(unplanned)] == [1.0, 2.0]
+    assert window_slowdowns([[[1, 0.0, nan, 0]]]) == [[1.0]]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: RankThroughput(flops_per_sample=-1), "flops_per_sample=-1"),
+        (lambda: RankThroughput(log_every_n_steps=0), "log_every_n_steps=0"),
+        (lambda: RankMemory(sample_every=0), "sample_every=0"),
+        (lambda: RankMemory(log_every_n_steps=True), "log_every_n_steps=True"),
+        (lambda: StragglerMonitor(threshold=0), "threshold=0"),
+        (lambda: StragglerMonitor(window=1.5), "window=1.5"),  # type: ignore[arg-type]
+    ],
+)
+def test_bad_values_are_refused(make: Any, words: str) -> None:
+    with pytest.raises(HeteroError, match=words):
+        make()
+
+
+def test_they_are_the_packages_own_names() -> None:
+    for kind in (RankThroughput, RankMemory, StragglerMonitor):
+        assert getattr(lightning_hetero, kind.__name__) is kind
+        assert issubclass(kind, pl.Callback)
