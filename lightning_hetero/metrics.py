@@ -30,8 +30,9 @@ SCHEMA = 1
 MERGED = "metrics.jsonl"
 _OF_A_RANK = re.compile(r"metrics\.rank_(\d+)\.jsonl")
 
-RUN, STEP = "run", "step"
-"""kinds of lines: the first of a rank in a run, and one for each optimizer step; there are more"""
+RUN, STEP, PLAN = "run", "step", "plan"
+"""kinds of lines: the first of a rank in a run, one for each optimizer step, a plan that is another one since; there are
+more"""
 
 Line = dict[str, Any]
 
@@ -124,6 +125,17 @@ class RunMetrics:
         """The lines of steps."""
         return [line for line in self.lines if line["kind"] == STEP]
 
+    def plan(self, rank: int, step: int = 0) -> Line | None:
+        """What the plan expects of a rank in the step after ``step``; None without a plan.
+
+        A plan that ranks make at the start of a fit, from what they measure, holds from step 0 on.
+        """
+        plan = self.ranks[rank].get("plan")
+        for line in self.lines:
+            if line["kind"] == PLAN and line["rank"] == rank and line["step"] <= step:
+                plan = line["plan"]
+        return plan
+
 
 def read_metrics(path: str | os.PathLike[str]) -> list[RunMetrics]:
     """Read the runs of a folder, whether they ended well or were killed.
@@ -204,7 +216,7 @@ def _runs_of(paths: Iterable[Path], merged: set[tuple[str, int]]) -> dict[str, l
                 starts.append((at, line))
             at += size
         stops = [start for start, _ in starts[1:]] + [at]
-        for (start, line), stop in zip(starts, stops, strict=True):
+        for (start, line), stop in zip(starts, stops, strict=False):
             if (line["run"], line["rank"]) not in merged:
                 runs.setdefault(line["run"], []).append(_Part(path, line["rank"], start, stop))
     return runs

@@ -237,7 +237,7 @@ def test_a_straggler_makes_shares_move_where_they_can(ranks: WarmRanks) -> None:
     assert first["shares"][0] > SHARE > first["shares"][1]
     assert any("batch shares move" in text for text in first["said"])
     plans = [line for line in first["lines"] if line["kind"] == "plan"]
-    assert [line["plan"]["samples"] for line in plans] == list(first["shares"])
+    assert [line["plan"]["samples"] for line in plans[-2:]] == list(first["shares"])
 
 
 def test_without_a_plan_samples_say_what_to_expect(ranks: WarmRanks) -> None:

@@ -11,7 +11,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_hetero.callbacks.rank_meter import RankMeter, StepRecord
+from lightning_hetero.callbacks.rank_meter import RankMeter
+from lightning_hetero.callbacks.step_record import StepRecord
 from lightning_hetero.errors import HeteroError
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hetero.callbacks.rank_callback import RankCallback
-from lightning_hetero.callbacks.rank_meter import StepRecord
 from lightning_hetero.callbacks.rank_values import RankValues, log, named
 from lightning_hetero.callbacks.run_facts import emulation_of
 from lightning_hetero.callbacks.step_flops import pipeline_of
+from lightning_hetero.callbacks.step_record import StepRecord
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.profiler.memory_source import AllocatorMemory, CountedMemory, MemorySource, SampledMemory
 from lightning_hetero.strategies import callback_adapter

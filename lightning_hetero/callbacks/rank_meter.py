@@ -12,9 +12,9 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
@@ -23,9 +23,11 @@ from torch import nn
 from lightning_hetero.callbacks.rank_values import gather_once
 from lightning_hetero.callbacks.run_facts import Planned, RankFacts, emulation_of, planned_of
 from lightning_hetero.callbacks.step_flops import StepWatch, pipeline_of, samples_in
+from lightning_hetero.callbacks.step_record import Participant, StepRecord
+from lightning_hetero.callbacks.timed_collectives import time_collectives
 from lightning_hetero.callbacks.watched_units import WatchedUnits, is_sharded
 from lightning_hetero.errors import HeteroError
-from lightning_hetero.metrics import RUN, SCHEMA, STEP, RankFile, merge_rank_files
+from lightning_hetero.metrics import PLAN, RUN, SCHEMA, STEP, RankFile, merge_rank_files
 from lightning_hetero.profiler.model_flops import StepFlops
 from lightning_hetero.profiler.step_timeline import (
     BLOCKED,
@@ -33,81 +35,12 @@ from lightning_hetero.profiler.step_timeline import (
     MESSAGES,
     OPTIMIZER,
     REST,
-    StepParts,
     StepTimeline,
 )
 from lightning_hetero.strategies import callback_adapter
 from lightning_hetero.strategies.base import HeteroStrategy
 
-_COLLECTIVES = (
-    "barrier",
-    "broadcast",
-    "reduce",
-    "all_gather",
-    "gather_objects",
-    "gather_numbers",
-    "gather_vector",
-    "sum_over_ranks",
-)
-"""methods of strategies, Lightning's and ours, in which a rank waits for others"""
-
 _METERS: WeakKeyDictionary[pl.Trainer, RankMeter] = WeakKeyDictionary()
-
-
-@dataclass
-class StepRecord:
-    """One optimizer step of one rank.
-
-    Attributes:
-        step: optimizer steps that are done with it.
-        epoch: the epoch that it is in.
-        batches: training batches of it; more than one where they accumulate.
-        samples: of this rank; of a pipeline's, its part by FLOPs.
-        parts: where its time went; None until the device has run it.
-        flops: of this rank in it; None where they could not be counted.
-        interrupted: whether a validation or an epoch's end was within, which is not counted.
-        values: what callbacks have added, for the step's line.
-    """
-
-    step: int
-    epoch: int
-    batches: int = 0
-    samples: float = 0.0
-    parts: StepParts | None = None
-    flops: StepFlops | None = None
-    interrupted: bool = False
-    hidden_s: float = 0.0
-    values: dict[str, Any] = field(default_factory=dict)
-
-    def line(self) -> dict[str, Any]:
-        """What is written of it."""
-        assert self.parts is not None
-        line: dict[str, Any] = {
-            "step": self.step,
-            "epoch": self.epoch,
-            "time": time.time(),
-            "batches": self.batches,
-            "samples": self.samples,
-            "step_s": self.parts.step_s,
-            **asdict(self.parts),
-            "idle_share": self.parts.idle_share,
-        }
-        if self.interrupted:
-            line["interrupted"] = True
-        return {**line, **self.values}
-
-
-class Participant(Protocol):
-    """A callback that takes part."""
-
-    folder: str | os.PathLike[str] | None
-    flops_per_sample: float | None
-
-    def step_is_complete(self, trainer: pl.Trainer, record: StepRecord) -> None:
-        """Hear of a step, oldest first, when its seconds are known; add values to its line."""
-
-    def step_is_over(self, trainer: pl.Trainer, step: int) -> None:
-        """Hear that the trainer has done an optimizer step; ranks may come together here."""
 
 
 class RankMeter:
@@ -197,10 +130,12 @@ class RankMeter:
         self._in_batch = self._started = self._counted = self._interrupted = False
         self._hidden_before_s = self._hidden_s(trainer)
         self._done = trainer.global_step
+        self.planned = planned_of(trainer)
         self._open_file(trainer)
+        self._write_first_line(trainer)
         if distributed:
             # last, since what was asked above is no step's
-            self._time_collectives(trainer.strategy)
+            self._undo.append(time_collectives(trainer.strategy, self.timeline))
         if self._watch is None:
             self._watch = StepWatch(module)
         self._watch.see_wrapped(module)
@@ -230,7 +165,7 @@ class RankMeter:
         """Forget the callbacks: another run may have others."""
         self.stop()
         self.participants.clear()
-        self._watch = None
+        self._watch, self._units = None, WatchedUnits()  # which know the module, and so the trainer
 
     def write(self, kind: str, values: dict[str, Any]) -> None:
         """Write a line of one's own to this rank's file, where there is one."""
@@ -249,33 +184,17 @@ class RankMeter:
         self._run = run
 
     def _write_first_line(self, trainer: pl.Trainer) -> None:
-        self.planned = planned_of(trainer)
         self.write(
             RUN,
             {
                 "schema": SCHEMA,
-                "run": self._run if self._file is not None else None,
+                "run": self._run,
                 **{name: value for name, value in asdict(self.facts).items() if name != "rank"},
                 "time": time.time(),
                 "step": trainer.global_step,
                 "plan": None if self.planned is None else asdict(self.planned),
             },
         )
-
-    def _time_collectives(self, strategy: Any) -> None:
-        for name in _COLLECTIVES:
-            method = getattr(strategy, name, None)
-            if method is None:
-                continue
-            setattr(strategy, name, self._timed(method))
-            self._undo.append(lambda name=name: strategy.__dict__.pop(name, None))
-
-    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with self.timeline.within(BLOCKED):
-                return method(*args, **kwargs)
-
-        return timed
 
     @property
     def record(self) -> StepRecord:
@@ -289,7 +208,6 @@ class RankMeter:
         """A training batch is on the device."""
         if not self._started:
             self._started = True
-            self._write_first_line(trainer)
             if self._watch is not None and self._given_flops() is None:
                 self._watch.begin(trainer)
         self._note_plan(trainer)
@@ -373,7 +291,7 @@ class RankMeter:
         planned = planned_of(trainer)
         if planned != self.planned:
             self.write(
-                "plan", {"step": trainer.global_step, "plan": None if planned is None else asdict(planned)}
+                PLAN, {"step": trainer.global_step, "plan": None if planned is None else asdict(planned)}
             )
         self.planned = planned
 

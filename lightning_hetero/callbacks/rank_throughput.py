@@ -8,8 +8,8 @@ import os
 import lightning.pytorch as pl
 
 from lightning_hetero.callbacks.rank_callback import RankCallback
-from lightning_hetero.callbacks.rank_meter import StepRecord
 from lightning_hetero.callbacks.rank_values import RankValues, log, named
+from lightning_hetero.callbacks.step_record import StepRecord
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.strategies import callback_adapter
 

@@ -67,10 +67,8 @@ class StepWatch:
 
 def pipeline_of(trainer: pl.Trainer) -> int:
     """Index of the pipeline that this rank is a part of; -1 where each rank computes its samples alone."""
-    strategy: Any = trainer.strategy
-    if isinstance(strategy, HeteroStrategy) and strategy.waits_for_messages:
-        return int(strategy.pipeline_index())  # type: ignore[attr-defined]
-    return -1
+    strategy = trainer.strategy
+    return strategy.pipeline_index() if isinstance(strategy, HeteroStrategy) else -1
 
 
 def samples_in(trainer: pl.Trainer, batch: Any) -> float:
@@ -78,9 +76,9 @@ def samples_in(trainer: pl.Trainer, batch: Any) -> float:
 
     Of a pipeline all ranks have all of its samples. Where ranks share a batch (tensor parallelism), each has its part.
     """
-    strategy: Any = trainer.strategy
+    strategy = trainer.strategy
     if isinstance(strategy, HeteroStrategy):
-        return float(strategy.rank_samples())  # type: ignore[attr-defined]
+        return float(strategy.rank_samples())
     replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", trainer.world_size)
     return batch_size_of(batch) * replicas / trainer.world_size
 

@@ -13,8 +13,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_hetero.callbacks.rank_callback import RankCallback
-from lightning_hetero.callbacks.rank_meter import StepRecord
 from lightning_hetero.callbacks.rank_values import Rows, RankValues, log, named
+from lightning_hetero.callbacks.step_record import StepRecord
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.strategies import callback_adapter
 from lightning_hetero.strategies.rebalance import Rebalancer

@@ -116,6 +116,14 @@ class HeteroStrategy(ParallelStrategy):
         """Ranks on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
+    def rank_samples(self) -> int:
+        """Return this rank's samples of the training batch at hand; those that pass through it, in a pipeline."""
+        raise NotImplementedError
+
+    def pipeline_index(self) -> int:
+        """Return the index of this rank's pipeline; -1 where each rank computes its samples alone."""
+        return -1
+
     # -- processes -----------------------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
