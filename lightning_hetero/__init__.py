@@ -89,6 +89,15 @@ def _discover(*, dtype: str, measure_speed: bool, measure_links: bool) -> Cluste
 
 
 if find_spec("torch") is not None and find_spec("lightning") is not None:
-    __all__ += list(_LATER)
+    __all__ += [
+        "EmulatedDevices",
+        "HeteroAutoStrategy",
+        "HeteroFSDPStrategy",
+        "HeteroPipelineStrategy",
+        "RankMemory",
+        "RankThroughput",
+        "Rebalance",
+        "StragglerMonitor",
+    ]
     discovery.register(_discover)
     after_import("lightning.pytorch", _register_strategies)

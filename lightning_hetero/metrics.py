@@ -31,8 +31,7 @@ MERGED = "metrics.jsonl"
 _OF_A_RANK = re.compile(r"metrics\.rank_(\d+)\.jsonl")
 
 RUN, STEP, PLAN = "run", "step", "plan"
-"""kinds of lines: the first of a rank in a run, one for each optimizer step, a plan that is another one since; there are
-more"""
+"""kinds of lines: the first of a rank in a run, one for each step, a plan that holds from then on; there are more"""
 
 Line = dict[str, Any]
 

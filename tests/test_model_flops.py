@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.models.inputs import preset_inputs
 from lightning_hetero.models.presets import build_preset
+from lightning_hetero.profiler.flops import FlopCounter
 from lightning_hetero.profiler.model_flops import CallRecorder, ModuleCall, call_flops, model_flops, skeleton
 from lightning_hetero.strategies.torch_adapter import in_backward
 
@@ -61,39 +62,46 @@ def test_gpt_1_4b() -> None:
     assert counted.model == pytest.approx(by_hand, rel=0.005)
 
 
-class Checkpointed(nn.Module):
-    """Its second layer is computed again in backward."""
+class Net(nn.Module):
+    """Computes a part of itself again in backward: all of a layer's children, or one module."""
 
-    def __init__(self) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.how = how
+        self.first = nn.Linear(8, 16)
+        self.block = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.second, self.first(x), use_reentrant=False)  # type: ignore[no-any-return]
+        hidden = self.first(x)
+        if self.how == "kept":
+            return self.block(hidden)  # type: ignore[no-any-return]
+        if self.how == "module":
+            return checkpoint(self.block, hidden, use_reentrant=False)  # type: ignore[no-any-return]
+        return checkpoint(self.block.forward, hidden, use_reentrant=self.how == "reentrant")  # type: ignore[no-any-return]
 
 
-FIRST, SECOND = 2 * 3 * 8 * 16, 2 * 3 * 16 * 4
+FIRST = 2 * 3 * 8 * 16
+INNER = 2 * 3 * 16 * 16
+LAST = 2 * 3 * 16 * 4
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_recompute_is_counted_apart(inside: bool) -> None:
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Checkpointed()
-
-    root = Root()
+@pytest.mark.parametrize(
+    ("how", "again"), [("kept", 0), ("module", 2 * INNER), ("children", 2 * INNER), ("reentrant", 2 * INNER + LAST)]
+)
+def test_recompute_is_counted_apart(how: str, again: int) -> None:
+    """Without reentry the last product is not needed again; all that runs is what a counter sees of the real step."""
+    root = nn.Module()
+    root.net = Net(how)
+    x = torch.zeros(3, 8, requires_grad=how == "reentrant")
     recorder = CallRecorder(root, in_backward)
     recorder.attach()
-    x = torch.zeros(3, 8)
-    if inside:
+    with FlopCounter() as ran:
         root.net(x).sum().backward()
-    else:
-        checkpoint(root.net.second, root.net.first(x), use_reentrant=False).sum().backward()
     recorder.detach()
     flops = recorder.step_flops(skeleton(root))
-    assert flops.model == 3 * (FIRST + SECOND) - FIRST
-    assert flops.recomputed == SECOND
+    assert flops.model == 3 * (FIRST + 2 * INNER + LAST) - (0 if x.requires_grad else FIRST)
+    assert flops.recomputed == again
+    assert flops.model + flops.recomputed == ran.flops
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in root.modules())
 
 

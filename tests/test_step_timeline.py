@@ -65,9 +65,7 @@ def step(timeline: StepTimeline, advance: Callable[[float], None]) -> StepParts:
 
 def test_a_rank_that_shards_is_blocked_between_units(advance: Callable[[float], None]) -> None:
     parts = step(StepTimeline(CPU, BLOCKED, BLOCKED), advance)
-    assert parts == StepParts(
-        compute_s=60, blocked_s=2 + 3 + 5 + 6 + 8, input_s=1, optimizer_s=7, rest_s=4 + 9
-    )
+    assert parts == StepParts(compute_s=60, blocked_s=2 + 3 + 5 + 6 + 8, input_s=1, optimizer_s=7, rest_s=4 + 9)
     assert parts.step_s == 105
     assert parts.idle_share == pytest.approx(45 / 105)
 

@@ -30,9 +30,7 @@ class RankCallback(Callback):
 
     flops_per_sample: float | None = None
 
-    def __init__(
-        self, log_every_n_steps: int | None = None, folder: str | os.PathLike[str] | None = None
-    ) -> None:
+    def __init__(self, log_every_n_steps: int | None = None, folder: str | os.PathLike[str] | None = None) -> None:
         bad = isinstance(log_every_n_steps, bool) or not isinstance(log_every_n_steps, int | None)
         if bad or (log_every_n_steps is not None and log_every_n_steps < 1):
             raise HeteroError(

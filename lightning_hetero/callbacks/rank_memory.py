@@ -177,9 +177,7 @@ class RankMemory(RankCallback):
             self._source.close()
             self._phase = None
             peak_bytes = self._peaks[VALIDATION]
-            self.meter.write(
-                VALIDATION, {"step": trainer.global_step, "memory_peak_validation_bytes": peak_bytes}
-            )
+            self.meter.write(VALIDATION, {"step": trainer.global_step, "memory_peak_validation_bytes": peak_bytes})
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

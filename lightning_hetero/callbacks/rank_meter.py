@@ -44,7 +44,7 @@ _METERS: WeakKeyDictionary[pl.Trainer, RankMeter] = WeakKeyDictionary()
 
 
 class RankMeter:
-    """This rank's measurements in one trainer; see :meth:`of`."""
+    """Measurements of this rank in one trainer; see :meth:`of`."""
 
     def __init__(self) -> None:
         self.participants: list[Participant] = []
@@ -290,9 +290,7 @@ class RankMeter:
     def _note_plan(self, trainer: pl.Trainer) -> None:
         planned = planned_of(trainer)
         if planned != self.planned:
-            self.write(
-                PLAN, {"step": trainer.global_step, "plan": None if planned is None else asdict(planned)}
-            )
+            self.write(PLAN, {"step": trainer.global_step, "plan": None if planned is None else asdict(planned)})
         self.planned = planned
 
     # -- FLOPs ---------------------------------------------------------------------------------------------------------

@@ -79,9 +79,7 @@ class RankFacts:
             device = platform.processor() or platform.machine() or root.type
             no_peak = f"no vendor states a dense peak of a {root.type.upper()}"
         name = getattr(strategy, "strategy_name", type(strategy).__name__)
-        return cls(
-            trainer.global_rank, trainer.world_size, device, emulated is not None, name, dtype, peak, no_peak
-        )
+        return cls(trainer.global_rank, trainer.world_size, device, emulated is not None, name, dtype, peak, no_peak)
 
 
 def instruments_of(trainer: pl.Trainer) -> Instruments | None:

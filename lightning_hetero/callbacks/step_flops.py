@@ -72,7 +72,7 @@ def pipeline_of(trainer: pl.Trainer) -> int:
 
 
 def samples_in(trainer: pl.Trainer, batch: Any) -> float:
-    """This rank's samples of the training batch at hand, as they count in the global batch.
+    """Samples of this rank in the training batch at hand, as they count in the global batch.
 
     Of a pipeline all ranks have all of its samples. Where ranks share a batch (tensor parallelism), each has its part.
     """
@@ -103,7 +103,7 @@ def _skeleton_of(module: nn.Module) -> nn.Module | None:
 
 
 def _ignored(trainer: pl.Trainer, module: nn.Module) -> list[nn.Module]:
-    """Metrics, whose updates must not run on anything else; and a model that was cut, whose stages run by themselves."""
+    """Metrics, whose updates must not run on anything else, and a model that was cut: its stages run by themselves."""
     metrics = [each for each in module.modules() if isinstance(each, Metric | MetricCollection)]
     found = [inner for metric in metrics for inner in metric.modules()]
     strategy: Any = trainer.strategy

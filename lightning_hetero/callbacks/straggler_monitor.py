@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_hetero.callbacks.rank_callback import RankCallback
-from lightning_hetero.callbacks.rank_values import Rows, RankValues, log, named
+from lightning_hetero.callbacks.rank_values import RankValues, Rows, log, named
 from lightning_hetero.callbacks.step_record import StepRecord
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.strategies import callback_adapter

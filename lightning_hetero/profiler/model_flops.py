@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from lightning_hetero.errors import HeteroError
@@ -23,6 +25,7 @@ from lightning_hetero.profiler.memory import tensors_in
 from lightning_hetero.profiler.meta import fused_attention
 from lightning_hetero.profiler.ops import OpObserver
 
+_AS_STOPPED: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "determinism_check": "none"}
 _UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -60,6 +63,7 @@ class ModuleCall:
         kwargs: likewise.
         grad: whether gradients were recorded.
         again: whether it ran within a backward, to compute again what was not kept.
+        stopped: whether it was stopped there before its end, since nothing of the rest is kept.
     """
 
     name: str
@@ -67,6 +71,7 @@ class ModuleCall:
     kwargs: Any
     grad: bool
     again: bool = False
+    stopped: bool = False
 
     @classmethod
     def of(cls, name: str, args: Any, kwargs: Any, *, again: bool = False) -> ModuleCall:
@@ -75,7 +80,7 @@ class ModuleCall:
 
     def key(self) -> Hashable:
         """What calls that take as many FLOPs have in common."""
-        return self.name, repr(self.args), repr(self.kwargs), self.grad, self.again
+        return self.name, repr(self.args), repr(self.kwargs), self.grad, self.again, self.stopped
 
 
 class CallRecorder:
@@ -87,13 +92,12 @@ class CallRecorder:
         ignored: modules whose calls are not what is computed, such as one that a pipeline has cut.
     """
 
-    def __init__(
-        self, root: nn.Module, in_backward: Callable[[], bool], ignored: Collection[nn.Module] = ()
-    ) -> None:
+    def __init__(self, root: nn.Module, in_backward: Callable[[], bool], ignored: Collection[nn.Module] = ()) -> None:
         self._root, self._in_backward = root, in_backward
         self._ignored = {id(module) for module in (root, *ignored)}
         self._handles: list[RemovableHandle] = []
         self._inside = 0
+        self._call: ModuleCall | None = None
         self.calls: dict[Hashable, tuple[ModuleCall, int]] = {}
 
     def attach(self) -> None:
@@ -114,14 +118,19 @@ class CallRecorder:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._inside += 1
             if self._inside == 1:
-                call = ModuleCall.of(name, args, kwargs, again=self._in_backward())
-                first, times = self.calls.get(call.key(), (call, 0))
-                self.calls[call.key()] = first, times + 1
+                self._call = ModuleCall.of(name, args, kwargs, again=self._in_backward())
 
         return before
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         self._inside = max(0, self._inside - 1)
+        if self._inside or self._call is None:
+            return
+        # checkpointing stops a forward that has computed all that the backward needs, by an exception
+        call = replace(self._call, stopped=self._call.again and output is None)
+        self._call = None
+        first, times = self.calls.get(call.key(), (call, 0))
+        self.calls[call.key()] = first, times + 1
 
     def step_flops(self, skeleton: nn.Module) -> StepFlops:
         """FLOPs of all that was noted; arguments and errors as for :func:`call_flops`."""
@@ -229,15 +238,17 @@ def _to_float32(module: nn.Module) -> nn.Module:
 
 
 class _Counter:
-    """Counts forward, backward and what a backward computes again."""
+    """Counts forward and backward, and apart from them what a backward computes again."""
 
     def __init__(self) -> None:
-        self.flops = 0
+        self.flops = self.recomputed = 0
         self.in_backward = False
 
     def observe(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, began_s: float) -> None:
         # a backward runs without recording gradients, and what it computes again with it
-        if not (self.in_backward and torch.is_grad_enabled()):
+        if self.in_backward and torch.is_grad_enabled():
+            self.recomputed += op_flops(op, args, kwargs, out)
+        else:
             self.flops += op_flops(op, args, kwargs, out)
 
 
@@ -245,21 +256,22 @@ def _count(module: nn.Module, call: ModuleCall, dtype: torch.dtype | None) -> St
     def make(shape: _Shape) -> Tensor:
         to = dtype if dtype is not None and shape.dtype.is_floating_point else shape.dtype
         made = torch.empty(shape.shape, dtype=to, device="meta")
-        return made.requires_grad_(shape.requires_grad and not call.again)
+        return made.requires_grad_(shape.requires_grad)
 
     counter = _Counter()
     args, kwargs = _mapped(call.args, _Shape, make), _mapped(call.kwargs, _Shape, make)
     with fused_attention(), torch.device("meta"), OpObserver(counter.observe):
-        if call.again:
+        if call.again and not call.stopped:
             with torch.no_grad():
                 module(*args, **kwargs)
             return StepFlops(0.0, float(counter.flops))
+        run = partial(checkpoint, module, **_AS_STOPPED) if call.stopped else module
         with torch.set_grad_enabled(call.grad):
-            outputs = [tensor for tensor in tensors_in(module(*args, **kwargs)) if tensor.requires_grad]
+            outputs = [tensor for tensor in tensors_in(run(*args, **kwargs)) if tensor.requires_grad]
         if outputs:
             counter.in_backward = True
             torch.autograd.backward(outputs, [torch.empty_like(tensor) for tensor in outputs])
-    return StepFlops(float(counter.flops))
+    return StepFlops(0.0, float(counter.recomputed)) if call.stopped else StepFlops(float(counter.flops))
 
 
 def _records() -> bool:

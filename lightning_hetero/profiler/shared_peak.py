@@ -70,6 +70,4 @@ def cuda_peak(device: torch.device) -> SharedPeak:
 
 @cache
 def _cuda_peak(index: int) -> SharedPeak:
-    return SharedPeak(
-        lambda: torch.cuda.max_memory_allocated(index), lambda: torch.cuda.reset_peak_memory_stats(index)
-    )
+    return SharedPeak(lambda: torch.cuda.max_memory_allocated(index), lambda: torch.cuda.reset_peak_memory_stats(index))
