@@ -242,9 +242,9 @@ def _in_order(parts: list[_Part]) -> Iterator[Line]:
         return line.get("step", 0), line["rank"]
 
     for _, group in groupby(heapq.merge(*rest, key=place), key=lambda line: place(line)[0]):
-        lines = list(group)
-        split_blocked(lines, ranks)
-        yield from lines
+        together = list(group)
+        split_blocked(together, ranks)
+        yield from together
 
 
 def _slice(part: _Part) -> Iterator[Line]:

@@ -80,7 +80,7 @@ def samples_in(trainer: pl.Trainer, batch: Any) -> float:
     if isinstance(strategy, HeteroStrategy):
         return float(strategy.rank_samples())
     replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", trainer.world_size)
-    return batch_size_of(batch) * replicas / trainer.world_size
+    return batch_size_of(batch) * int(replicas) / trainer.world_size
 
 
 def samples_run(trainer: pl.Trainer, batch: Any) -> int:

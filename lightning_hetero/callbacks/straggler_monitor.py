@@ -131,7 +131,7 @@ class StragglerMonitor(RankCallback):
             behind = _BEHIND if trainer.strategy.root_device.type == "cuda" else 0
             self.meter.complete(trainer, behind)
             # a device may have run more steps than another one's: as many as all have are compared
-            ready = [row for row in self._steps if row[_STEP] is not None and row[_STEP] <= step - behind]
+            ready = [row for row in self._steps if int(row[_STEP] or 0) <= step - behind]
             if len(ready) >= self.window:
                 values = RankValues(trainer, 4)
                 for row in ready[: self.window]:

@@ -48,7 +48,7 @@ class StepParts:
     @property
     def step_s(self) -> float:
         """Seconds of the step."""
-        return sum(getattr(self, each.name) for each in fields(self))
+        return float(sum(getattr(self, each.name) for each in fields(self)))
 
     @property
     def idle_share(self) -> float:
@@ -182,7 +182,7 @@ class StepTimeline:
         taken = 0
         while self._closed:
             spans, end = self._closed[0]
-            if isinstance(end, torch.cuda.Event) and not end.query():
+            if isinstance(end, torch.cuda.Event) and not end.query():  # type: ignore[no-untyped-call]
                 if taken >= wait:
                     return
                 end.synchronize()

@@ -118,6 +118,7 @@ def around_fetches(
         What undoes it.
     """
     loop: Any = trainer.fit_loop.epoch_loop
+    original_agree: Any = getattr(loop, "_broadcast_sigterm_tensor", None)
     active = True
 
     def fetch_begins() -> None:
@@ -136,7 +137,6 @@ def around_fetches(
 
     original_before, original_after = loop._on_before_fetch, loop._on_after_fetch
     replaced = {"_on_before_fetch": fetch_begins, "_on_after_fetch": fetch_ends}
-    original_agree = getattr(loop, "_broadcast_sigterm_tensor", None)
     if original_agree is not None:
         replaced["_broadcast_sigterm_tensor"] = agree
     loop.__dict__.update(replaced)

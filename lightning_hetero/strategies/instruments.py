@@ -147,13 +147,14 @@ class Instruments:
         if which is None:
             yield
             return
-        for listener in (*self._listeners, self.timer):
+        listeners: list[UnitListener] = [*self._listeners, self.timer]
+        for listener in listeners:
             listener.begin(-1, "backward")
         try:
             with nullcontext() if self._emulation is None else self._emulation.half(which):
                 yield
         finally:
-            for listener in (self.timer, *reversed(self._listeners)):
+            for listener in reversed(listeners):
                 listener.end(-1, "backward")
 
     def resume(self, at_s: float | None) -> None:
