@@ -131,7 +131,7 @@ class RankMemory(RankCallback):
         planned = self.meter.planned
         planned_bytes = None if planned is None else planned.peak_memory_bytes
         self._values.reset()
-        self._values.update([*(values.get(name) for name in _NAMES), planned_bytes])
+        self._values.add([*(values.get(name) for name in _NAMES), planned_bytes])
 
     def step_is_over(self, trainer: pl.Trainer, step: int) -> None:
         """Bring the ranks' last values together where they are logged."""

@@ -97,7 +97,7 @@ class RankThroughput(RankCallback):
             self.say_once(f"no TFLOP/s and no MFU: {self.meter.no_flops}")
         elif facts.no_peak is not None:
             self.say_once(f"no MFU: {facts.no_peak}")
-        self._values.update(
+        self._values.add(
             [
                 record.samples,
                 step_s,

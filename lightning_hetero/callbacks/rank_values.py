@@ -40,11 +40,15 @@ class RankValues(Metric):
         super().__init__(dist_sync_fn=gather, distributed_available_fn=lambda: ranks > 1 and dist.is_initialized())
         # 64-bit wherever there is: of seconds since a machine's start, microseconds matter
         self.add_state("rows", torch.zeros(0, width, dtype=torch.float64), dist_reduce_fx=None)
+        self._added: list[list[float]] = []
 
-    def update(self, row: Sequence[float | None]) -> None:
-        """Add a row; None is a number that there is not."""
-        values = [math.nan if value is None else float(value) for value in row]
-        self.rows = torch.cat([self.rows, torch.tensor([values], dtype=torch.float64)])
+    def add(self, row: Sequence[float | None]) -> None:
+        """Add a row, of which None is a number that there is not; cheap enough for every step."""
+        self._added.append([math.nan if value is None else float(value) for value in row])
+
+    def update(self, rows: Tensor) -> None:
+        """Take rows, shape (steps, width), into the state."""
+        self.rows = torch.cat([self.rows, rows])
 
     def compute(self) -> Tensor:
         """All rows, shape (ranks, steps, width); every rank has to have as many (a collective)."""
@@ -52,17 +56,23 @@ class RankValues(Metric):
 
     def take(self) -> Rows:
         """Return all rows and begin anew (a collective); empty where there are none."""
-        if not len(self.rows):
+        if not self._added:
             return []
+        self.update(torch.tensor(self._added, dtype=torch.float64))
         rows: Rows = self.compute().tolist()
         self.reset()
         return rows
+
+    def reset(self) -> None:
+        """Begin anew."""
+        super().reset()
+        self._added = []
 
 
 def gather_once(trainer: pl.Trainer, row: Sequence[float | None]) -> list[list[float]]:
     """Return every rank's numbers, by rank (a collective)."""
     values = RankValues(trainer, len(row))
-    values.update(row)
+    values.add(row)
     return [rows[0] for rows in values.take()]
 
 

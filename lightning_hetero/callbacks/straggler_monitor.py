@@ -135,7 +135,7 @@ class StragglerMonitor(RankCallback):
             if len(ready) >= self.window:
                 values = RankValues(trainer, 4)
                 for row in ready[: self.window]:
-                    values.update(row)
+                    values.add(row)
                     self._steps.remove(row)
                 self._compare(trainer, values.take(), step)
         if self._slowdowns and self.logs_at(trainer, step):
