@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import lightning_hetero
+from benchmarks.callback_cost.__main__ import costs
 from lightning_hetero.callbacks import RankMemory, RankThroughput, StragglerMonitor
 from lightning_hetero.callbacks.rank_throughput import throughput_of
 from lightning_hetero.callbacks.rank_values import named
@@ -332,6 +333,11 @@ def test_slowdowns() -> None:
     unplanned = [[[1, 0.2, nan, 8]], [[1, 0.2, nan, 4]]]
     assert [rank[0] for rank in window_slowdowns(unplanned)] == [1.0, 2.0]
     assert window_slowdowns([[[1, 0.0, nan, 0]]]) == [[1.0]]
+
+
+def test_figures_of_the_benchmark() -> None:
+    found = costs([1.0, 2.0, 2.0, 3.0], [1.0, 2.2, 2.2, 3.0])
+    assert found == {"median": pytest.approx(0.1), "quiet": pytest.approx(0.0), "mean": pytest.approx(0.05)}
 
 
 @pytest.mark.parametrize(
