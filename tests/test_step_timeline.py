@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from lightning_hetero.callbacks.timed_collectives import time_collectives
 from lightning_hetero.profiler import step_timeline
 from lightning_hetero.profiler.shared_peak import SharedPeak
 from lightning_hetero.profiler.step_timeline import BLOCKED, INPUT, MESSAGES, OPTIMIZER, REST, StepParts, StepTimeline
@@ -170,3 +171,20 @@ def test_readers_of_a_peak_do_not_disturb_each_other() -> None:
     use(2)
     assert (one.take(), other.take()) == (7, 7)
     assert (one.take(), other.take()) == (2, 2)
+
+
+def test_a_strategys_collectives_block(advance: Callable[[float], None]) -> None:
+    class Strategy:
+        def reduce(self, value: float, by: float = 1) -> float:
+            advance(3)
+            return value * by
+
+    strategy, timeline = Strategy(), StepTimeline(CPU)
+    timeline.enter(OPTIMIZER)
+    undo = time_collectives(strategy, timeline)
+    assert strategy.reduce(2, by=5) == 10
+    advance(1)
+    undo()
+    strategy.reduce(2)
+    timeline.close_step()
+    assert next(timeline.take_steps()) == StepParts(blocked_s=3, optimizer_s=4)
