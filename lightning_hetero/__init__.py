@@ -23,7 +23,13 @@ from lightning_hetero.late import after_import
 from lightning_hetero.plan import PipelinePlan, ShardPlan
 
 if TYPE_CHECKING:
-    from lightning_hetero.callbacks import EmulatedDevices, RankMemory, RankThroughput, StragglerMonitor
+    from lightning_hetero.callbacks import (
+        EmulatedDevices,
+        RankEnergy,
+        RankMemory,
+        RankThroughput,
+        StragglerMonitor,
+    )
     from lightning_hetero.strategies import (
         HeteroAutoStrategy,
         HeteroFSDPStrategy,
@@ -49,6 +55,7 @@ _LATER = {
     "HeteroAutoStrategy": "strategies",
     "HeteroFSDPStrategy": "strategies",
     "HeteroPipelineStrategy": "strategies",
+    "RankEnergy": "callbacks",
     "RankMemory": "callbacks",
     "RankThroughput": "callbacks",
     "Rebalance": "strategies",
@@ -94,6 +101,7 @@ if find_spec("torch") is not None and find_spec("lightning") is not None:
         "HeteroAutoStrategy",
         "HeteroFSDPStrategy",
         "HeteroPipelineStrategy",
+        "RankEnergy",
         "RankMemory",
         "RankThroughput",
         "Rebalance",

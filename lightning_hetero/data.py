@@ -10,7 +10,7 @@ import copy
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, cast
 
 import torch
@@ -360,7 +360,7 @@ def _first_dimension(value: Any) -> int | None:
     if isinstance(value, torch.Tensor):
         return value.shape[0] if value.ndim else None
     children: Iterable[Any] = ()
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         children = value.values()
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         if value and all(isinstance(item, str) for item in value):

@@ -45,6 +45,9 @@ from lightning_hetero.units import format_bytes
 _SPIN_S = 60e-6
 """A sleep ends this long before its deadline (Linux wakes some 55 us late); the rest is waited for awake."""
 
+_AWAKE_S = 1e-3
+"""A shorter wait is spent awake: who gives up a CPU that others want gets it back a time slice (some 3 ms) later."""
+
 _SHORT_S = 1e-3
 """Units with a shorter target are not timed one by one: scheduling and dispatch alone take that long."""
 
@@ -69,8 +72,7 @@ class Emulation:
             with emulation.step(batch):               # around forward, backward and optimizer step
                 ...
         emulation.stop()
-        print(late_line([emulation.report()]))        # lightning_hetero.emulation_report; None when all were
-        in time
+        print(late_line([emulation.report()]))        # lightning_hetero.emulation_report; None: all were in time
 
     Args:
         device: the device to behave like; its ``actual_speed_flops_per_s`` is the speed.
@@ -128,7 +130,6 @@ class Emulation:
         self._samples: int | None = None
         self._active = False
         self.steps_done = 0  # of the optimizer: what the device's schedule counts by
-        self._active = False
 
     def start(self, module: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
         """Attach to the model, after any wrapping, and count what it holds already.
@@ -374,7 +375,7 @@ def _timings(units: Sequence[Unit], costs: ModelCosts, device_type: str) -> list
 
 def _sleep_until(deadline_s: float) -> None:
     left_s = deadline_s - time.perf_counter()
-    if left_s > _SPIN_S:
+    if left_s > _AWAKE_S:
         time.sleep(left_s - _SPIN_S)
     while time.perf_counter() < deadline_s:
         pass

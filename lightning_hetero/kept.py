@@ -9,32 +9,16 @@ from typing import Any
 from lightning_hetero.data import Agree, batch_size_of, nothing
 
 
-class KeptLoader:
-    """A loader whose batches are the user's own (iterable dataset or batch sampler); only their sizes are shared.
+class UsersBatches:
+    """What Lightning iterates in place of a loader whose batches stay as the user makes them.
 
-    Ranks compare sizes before each batch: the step is weighted by them, and all stop when the first one has no more.
+    Args:
+        loader: the user's.
     """
 
-    def __init__(self, loader: Iterable[Any], *, announce: Callable[[tuple[int, ...]], None], agree: Agree) -> None:
+    def __init__(self, loader: Any) -> None:
         self.loader = loader
-        self._announce = announce
-        self._agree = agree
-        self._first: Any = None
-        self._keep_first = True
-        self._pending: Iterator[Any] | None = None
         self.on_start = nothing
-
-    def first_batch(self, epoch: int) -> Any:
-        """Return the first batch without taking it from who iterates next; once. None where a rank has none."""
-        if self._first is None:
-            # not asked for yet: Lightning reads ahead only where the length is not known
-            self.set_epoch(epoch)
-            self._pending = iter(self.loader)
-            self._first = next(self._pending, None)
-            if self._first is not None:
-                self._pending = chain([self._first], self._pending)
-        first, self._first, self._keep_first = self._first, None, False
-        return first
 
     @property
     def dataset(self) -> Any:
@@ -49,9 +33,36 @@ class KeptLoader:
                 set_epoch(epoch)
 
     @property
-    def sampler(self) -> KeptLoader:
+    def sampler(self) -> UsersBatches:
         """What Lightning calls ``set_epoch`` on."""
         return self
+
+
+class KeptLoader(UsersBatches):
+    """A loader whose batches are the user's own (iterable dataset or batch sampler); only their sizes are shared.
+
+    Ranks compare sizes before each batch: the step is weighted by them, and all stop when the first one has no more.
+    """
+
+    def __init__(self, loader: Iterable[Any], *, announce: Callable[[tuple[int, ...]], None], agree: Agree) -> None:
+        super().__init__(loader)
+        self._announce = announce
+        self._agree = agree
+        self._first: Any = None
+        self._keep_first = True
+        self._pending: Iterator[Any] | None = None
+
+    def first_batch(self, epoch: int) -> Any:
+        """Return the first batch without taking it from who iterates next; once. None where a rank has none."""
+        if self._first is None:
+            # not asked for yet: Lightning reads ahead only where the length is not known
+            self.set_epoch(epoch)
+            self._pending = iter(self.loader)
+            self._first = next(self._pending, None)
+            if self._first is not None:
+                self._pending = chain([self._first], self._pending)
+        first, self._first, self._keep_first = self._first, None, False
+        return first
 
     def __iter__(self) -> Iterator[Any]:
         self.on_start()
@@ -76,3 +87,11 @@ class SizedKeptLoader(KeptLoader):
 
     def __len__(self) -> int:
         return self._length
+
+
+def length_of(loader: Any) -> int | None:
+    """A loader's batches; None where it does not know them."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None

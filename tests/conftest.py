@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,20 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "reproducible"))
     for text in IGNORED_WARNINGS:
         config.addinivalue_line("filterwarnings", text)
+
+
+_OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def a_launchers_variables_are_put_back() -> Iterator[None]:
+    """What a later test starts would go looking for the place that they name."""
+    before = {name: os.environ.get(name) for name in _OF_A_RANK}
+    yield
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 _CRASHES = pytest.StashKey[list[str]]()

@@ -39,7 +39,7 @@ DROPPINGS = Fit(shares=(3, 2))
     ("options", "again", "forwards"),
     [
         ({"activation_checkpointing": True}, (), [[6, 6, 6, 6]] * 2),
-        ({"activation_checkpointing": 2}, (), [[3, 6, 3, 6]] * 2),
+        pytest.param({"activation_checkpointing": 2}, (), [[3, 6, 3, 6]] * 2, marks=pytest.mark.slow),
         ({"activation_checkpointing": 3, "sharding_strategy": "FULL_SHARD"}, (), [[3, 3, 6, 3]] * 2),
         ({}, (True, False), [[6, 6, 6, 6], [3, 3, 3, 3]]),
     ],

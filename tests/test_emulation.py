@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from lightning_hetero.cluster import Device
 from lightning_hetero.costs import ModelCosts, UnitCost, UnitTiming
 from lightning_hetero.emulation import OUTSIDE, Emulation
-from lightning_hetero.emulation_report import EmulationReport, UnitPhase, late_line
-from lightning_hetero.errors import ClusterError, EmulatedOutOfMemoryError, HeteroError
+from lightning_hetero.emulation_report import EmulationReport
+from lightning_hetero.errors import ClusterError, HeteroError
 from lightning_hetero.models.units import find_units
 from lightning_hetero.profiler.marks import Phase
 
@@ -356,90 +355,3 @@ def active_modes() -> list[Any]:
 
 
 # memory
-
-
-def test_going_over_the_memory_names_rank_type_wanted_and_free() -> None:
-    net = model()
-    states = 2 * (WIDTH + 1) * WIDTH * 4
-    batch_bytes = SAMPLES * WIDTH * 4
-    limit = states + 2 * batch_bytes  # room for the batch and one output, not for two
-    emulation = Emulation(device(1e12, memory_bytes=limit), 2, find_units(net))
-    with pytest.raises(EmulatedOutOfMemoryError) as caught:
-        run(emulation, net)
-    message = str(caught.value)
-    assert "rank 2" in message
-    assert "emulated fast" in message
-    assert f"wants 32 KiB ({batch_bytes} bytes)" in message
-    assert "0 B (0 bytes) are free" in message
-    assert isinstance(caught.value, MemoryError)
-    assert active_modes() == []
-
-
-def test_a_step_fits_in_exactly_what_it_needs() -> None:
-    net = model()
-    emulation = Emulation(device(1e12), 0, find_units(net))
-    run(emulation, net)
-    peak = emulation.report().peak_bytes
-    assert peak is not None
-    run(Emulation(device(1e12, memory_bytes=peak), 0, find_units(net := model())), net)
-    with pytest.raises(EmulatedOutOfMemoryError):
-        run(Emulation(device(1e12, memory_bytes=peak - 1), 0, find_units(net := model())), net)
-
-
-def test_a_model_that_does_not_fit_is_refused_at_the_start() -> None:
-    emulation = Emulation(device(1e12, memory_bytes=1000), 0, find_units(net := model()))
-    with pytest.raises(EmulatedOutOfMemoryError, match="parameters wants 129 KiB"):
-        emulation.start(net)
-
-
-def test_memory_need_not_be_accounted() -> None:
-    emulation = Emulation(device(1e12, memory_bytes=1000), 0, find_units(net := model()), account_memory=False)
-    run(emulation, net, steps=1)
-    assert emulation.report().peak_bytes is None
-
-
-def test_an_out_of_memory_in_the_backward_comes_out_as_it_is() -> None:
-    net = model()
-    forward = Emulation(device(1e12), 0, find_units(net))
-    forward.start(net)
-    batch = torch.ones(SAMPLES, WIDTH)
-    with forward.step(batch):
-        loss = net(batch).sum()
-    peak = forward.take_peak_bytes()
-    assert peak is not None
-    forward.stop()
-    del loss
-    emulation = Emulation(device(1e12, memory_bytes=peak), 0, find_units(net))
-    emulation.start(net)
-    with emulation.step(batch):
-        loss = net(batch).sum()
-        with pytest.raises(EmulatedOutOfMemoryError):
-            loss.backward()
-
-
-# report
-
-
-def report(rank: int, runs: int, late: int, speed: float | None = 40e9) -> EmulationReport:
-    emulation = Emulation(Device("fast", "a", GIB, 40e9), rank, find_units(nn.Linear(2, 2)))
-    phase = UnitPhase("u", "forward", runs, late, 0.5 * late, 100.0, 100.0, 0.1, 0.1)
-    return replace(emulation.report(), speed_flops_per_s=speed, phases=(phase,))
-
-
-def test_the_line_says_which_share_was_late() -> None:
-    line = late_line([report(0, 100, 37), report(1, 100, 37), report(2, 100, 37), report(3, 100, 37)])
-    assert line is not None
-    assert line.startswith("emulated: this CPU is too slow to emulate 40 GFLOP/s on 4 ranks: 37 % of units were late")
-    assert "rank 1 (fast) 37 % by 18.5 s" in line
-    assert "all of them together 18 % longer" in line
-
-
-def test_no_line_where_nothing_was_late() -> None:
-    assert late_line([report(0, 100, 0)]) is None
-    assert late_line([]) is None
-
-
-def test_a_few_late_units_are_not_rounded_away() -> None:
-    line = late_line([report(0, 10_000, 1, speed=None)])
-    assert line is not None
-    assert "emulate a fast on 1 rank: 1 % of units were late" in line

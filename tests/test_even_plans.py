@@ -39,7 +39,7 @@ def test_the_shard_plan_is_that_of_the_search(seed):
     assert search.plan.predicted_step_s <= even.predicted_step_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 3])
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.slow), 1, 3])
 def test_the_pipeline_plan_is_that_of_the_search(seed):
     cluster, costs, training = problem(seed)
     cluster = replace(cluster, devices=cluster.devices[:3])  # a search that explains itself plans many times

@@ -213,7 +213,7 @@ def by_yaml(strategy: str) -> tuple[str, Any, int]:
     [
         ("hetero_fsdp", 4),
         ("{class_path: lightning_hetero.HeteroFSDPStrategy, init_args: {global_batch_size: 6, check_loss: error}}", 6),
-        (BY_PATH, 6),
+        pytest.param(BY_PATH, 6, marks=pytest.mark.slow),
     ],
 )
 def test_lightning_cli(ranks: WarmRanks, strategy: str, batch: int) -> None:

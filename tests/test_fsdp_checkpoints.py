@@ -83,7 +83,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor], toleranc
         assert torch.allclose(left[name], right[name], rtol=0, atol=tolerance), name
 
 
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("sharded", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_resume_under_another_plan_in_mid_epoch(ranks: WarmRanks, tmp_path: Path, sharded: bool) -> None:
     straight = one_device(FIT, 12, str(tmp_path / "one"))
     ranks.run(2, hetero, FIT, SAVE_AT, str(tmp_path / "a"), None, sharded)

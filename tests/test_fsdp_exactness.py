@@ -200,7 +200,7 @@ def log_all(shares: tuple[int, ...] | None, batch: int, samples: int) -> dict[st
 
 @pytest.mark.parametrize(
     ("shares", "samples"),
-    [((3, 1), 9), ((3, 0), 7), ((0, 2), 6), ((2, 1, 1), 13)],
+    [((3, 1), 9), pytest.param((3, 0), 7, marks=pytest.mark.slow), ((0, 2), 6), ((2, 1, 1), 13)],
     ids=["short last batch", "second without", "first without", "three, last batch of one"],
 )
 def test_everything_logged_is_one_devices(ranks: WarmRanks, shares: tuple[int, ...], samples: int) -> None:
@@ -277,7 +277,7 @@ def kept_on_one_device(steps: int) -> dict[str, Any]:
     return outcome(trainer, module, recorder)
 
 
-@pytest.mark.parametrize("limit", [None, 2])
+@pytest.mark.parametrize("limit", [None, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rank_batches", ["stream", "batch sampler"])
 def test_kept_batches_are_weighted_and_end_together(ranks: WarmRanks, rank_batches: str, limit: int | None) -> None:
     """Also where reading ahead has fetched a batch that an epoch's limit leaves unused."""

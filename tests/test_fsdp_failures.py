@@ -321,9 +321,9 @@ def hetero_killed(when: str, culprit: int, folder: str, sharded: bool) -> None:
     ("when", "culprit", "sharded", "left"),
     [
         ("step", 2, False, DIES_AT),
-        ("step", 0, True, DIES_AT),
-        ("saving", 0, False, DIES_AT - 1),
-        ("saving", 1, True, DIES_AT - 1),
+        pytest.param("step", 0, True, DIES_AT, marks=pytest.mark.slow),
+        pytest.param("saving", 0, False, DIES_AT - 1, marks=pytest.mark.slow),
+        pytest.param("saving", 1, True, DIES_AT - 1, marks=pytest.mark.slow),
         ("saving", 0, True, DIES_AT - 1),
     ],
 )

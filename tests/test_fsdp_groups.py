@@ -66,7 +66,10 @@ def check(ranks: WarmRanks, fit: Fit) -> None:
         assert not any(int(count) for count in different)
 
 
-@pytest.mark.parametrize("layout", PAIRS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=[] if name in ("2,2", "1,3", "3,1, mixed") else pytest.mark.slow) for name in PAIRS],
+)
 def test_groups_give_what_one_device_gives(ranks: WarmRanks, layout: str) -> None:
     check(ranks, fit_for(layout, **PAIRS[layout]))
 
@@ -93,7 +96,7 @@ MICRO = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name in ("one group", "equal groups", "NO_SHARD alone") else [])
+        pytest.param(name, marks=[] if name.startswith(("groups that do not", "NO_SHARD, and")) else pytest.mark.slow)
         for name in MICRO
     ],
 )

@@ -94,7 +94,7 @@ def fit(
     return {**outcome(trainer, module, recorder), "gradients": recorder.gradients}
 
 
-@pytest.mark.parametrize("shares", [(3, 1), (2, 1, 3), (0, 4)])
+@pytest.mark.parametrize("shares", [(3, 1), pytest.param((2, 1, 3), marks=pytest.mark.slow), (0, 4)])
 @pytest.mark.parametrize(("how", "options"), [("argument", {"accumulate_grad_batches": 2}), ("method", {})])
 def test_the_result_is_the_mean_over_all_items(
     ranks: WarmRanks, shares: tuple[int, ...], how: str, options: dict[str, Any]

@@ -59,7 +59,7 @@ def test_parameters_that_stay_gathered_are_not_gathered_again(ranks: WarmRanks) 
 
 @pytest.mark.parametrize(
     ("network", "reshard"),
-    [pytest.param("vit", True, marks=pytest.mark.slow), ("vit", False), ("mlp", True), ("mlp", False)],
+    [*(pytest.param("vit", each, marks=pytest.mark.slow) for each in (True, False)), ("mlp", True), ("mlp", False)],
 )
 def test_numbers_are_the_same_under_all_orders(ranks: WarmRanks, network: str, reshard: bool) -> None:
     fit = Fit(network=network, shares=(3, 2), max_steps=3, reshard=reshard)

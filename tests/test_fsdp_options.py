@@ -17,7 +17,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from lightning_hetero.errors import HeteroError, PlanError, UnsupportedError
 from lightning_hetero.plan import ShardPlan
 from lightning_hetero.strategies import HeteroFSDPStrategy
-from lightning_hetero.strategies.layout import Layout
 from lightning_hetero.strategies.options import ShardingOptions
 from tests.fits import Classifier, cluster_for
 from tests.harness import WarmRanks
@@ -106,8 +105,8 @@ def test_two_names_for_one_thing_agree_or_are_refused(sharding: str, reshard: bo
     ],
 )
 def test_what_a_sharding_strategy_stands_for(sharding: str, groups: Any, modes: Any) -> None:
-    assert Layout.named(sharding, 4) == (groups, modes, "")
-    assert Layout.named("auto", 4) is None
+    assert ShardingOptions(sharding).layout(4) == (groups, modes, "")
+    assert ShardingOptions("auto").layout(4) is None
     kept = ShardingOptions(sharding, reshard_after_forward=False).layout(4)
     assert kept is not None
     assert kept.modes == (("SHARD_GRAD_OP",) * len(groups) if "HYBRID" in sharding else modes)

@@ -68,11 +68,12 @@ CASES = {
     "layers in a row, clip by value": Fit("mlp", shares=(5, 1), epochs=2, clip=0.1, clip_by="value"),
     "three ranks, a share of zero": Fit("mlp", shares=(3, 0, 2), epochs=1, validate=True),
 }
+SLOW = ("four ranks, kept parameters", "forward of the module, in order")
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if name == "four ranks, kept parameters" else []) for name in CASES],
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else []) for name in CASES],
 )
 def test_parity_in_64_bits(ranks: WarmRanks, name: str) -> None:
     fit = CASES[name]
@@ -86,7 +87,7 @@ def test_losses_in_32_bits(ranks: WarmRanks) -> None:
         assert_same_log(reference, outcome, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("bf16-true", marks=pytest.mark.slow)])
 def test_bf16_trains_close_to_one_device(ranks: WarmRanks, precision: str) -> None:
     fit = Fit(shares=(2, 1), epochs=2, samples=30, precision=precision, clip=1.0)
     reference = on_one_device(fit)

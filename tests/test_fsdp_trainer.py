@@ -56,7 +56,7 @@ def fit_all(shares: tuple[int, ...] | None, names: list[str]) -> dict[str, dict[
     return {name: fit(shares, *CASES[name]) for name in names}
 
 
-@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_fits_are_one_devices(ranks: WarmRanks, half: int) -> None:
     names = list(CASES)[half::2]
     reference = fit_all(None, names)

@@ -114,6 +114,7 @@ def search(shares: tuple[int, ...] | None, folder: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_the_learning_rate_that_one_device_finds(ranks: WarmRanks, tmp_path: Path) -> None:
     reference = search(None, str(tmp_path / "one"))
     for result in ranks.run(2, search, SHARES, str(tmp_path / "two")):

@@ -46,7 +46,7 @@ def test_the_one_that_fits_is_taken() -> None:
         decide(missing, missing)
 
 
-def fit(link: Link | None, manual: bool = False) -> tuple[str, str, int]:
+def fit(link: Link | None, manual: bool = False, again: bool = False) -> tuple[str, str, int]:
     pl.seed_everything(0, verbose=False)
     devices = tuple(Device("core", node, 2**33, None) for node in ("one", "two"))
     strategy = HeteroAutoStrategy(Cluster("c", devices, between_nodes=link), global_batch_size=8, summary=False)
@@ -63,15 +63,21 @@ def fit(link: Link | None, manual: bool = False) -> tuple[str, str, int]:
     )
     module: Any = Pictures(drop=0.0)
     module.automatic_optimization = not manual
-    trainer.fit(module, DataLoader(pictures(16, torch.float32), 4))
+    loader = DataLoader(pictures(16, torch.float32), 4)
+    trainer.fit(module, loader)
+    if again:
+        other = Pictures(depth=5, drop=0.0)
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(other, loader)
+        assert trainer.strategy.assembly.placement.root is other  # type: ignore[attr-defined]
     return type(trainer.strategy).__name__, strategy.reason, trainer.global_step
 
 
-def test_over_a_slow_link_it_runs_as_a_pipeline(ranks: WarmRanks) -> None:
-    for name, reason, steps in ranks.run(2, fit, SLOW_LINK, process_group=False):
+def test_over_a_slow_link_it_runs_as_a_pipeline_and_so_does_another_module_after_it(ranks: WarmRanks) -> None:
+    for name, reason, steps in ranks.run(2, fit, SLOW_LINK, False, True, process_group=False):
         assert name == HeteroPipelineStrategy.__name__
         assert reason.startswith("hetero_pipe, since its step is predicted to take ")
-        assert steps == 2
+        assert steps == 4
 
 
 def test_the_name_is_known() -> None:

@@ -26,6 +26,7 @@ LEVELS = {
     "planner": 2,
     "models": 3,
     "profiler": 3,
+    "doctor": 3,
     "emulation": 3,
     "emulation_report": 3,
     "ownership": 3,
@@ -53,7 +54,12 @@ ALLOWED: dict[int, set[str] | None] = {
 }
 ONLY_IN = {"matplotlib": "report"}
 # The only files that may use what torch and Lightning keep to themselves.
-ADAPTERS = {"strategies/callback_adapter.py", "strategies/lightning_adapter.py", "strategies/torch_adapter.py"}
+ADAPTERS = {
+    "strategies/callback_adapter.py",
+    "strategies/lightning_adapter.py",
+    "strategies/results_adapter.py",
+    "strategies/torch_adapter.py",
+}
 # torch documents this class for extensions and publishes it under no other name.
 PUBLISHED = {"torch.utils._python_dispatch.TorchDispatchMode"}
 UPSTREAM = {"torch", "lightning", "pytorch_lightning", "lightning_fabric"}

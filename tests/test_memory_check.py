@@ -15,6 +15,8 @@ from tests.memory_fits import (
 )
 
 MORE = [
+    Size((1, 1), reshard=False),
+    Size((20, 3, 6, 1), depth=4, width=96, reshard=False),
     Size((6, 2), reshard=False),
     Size((1, 1)),
     Size((3, 9), depth=3, width=384),
@@ -23,9 +25,7 @@ MORE = [
 ]
 SIZES = [
     Size((6, 2)),
-    Size((1, 1), reshard=False),
     Size((8, 5, 2, 1)),
-    Size((20, 3, 6, 1), depth=4, width=96, reshard=False),
     *(pytest.param(size, marks=pytest.mark.slow) for size in MORE),
 ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections import UserDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,9 +64,10 @@ class Stream(IterableDataset[Any]):
 
 
 class Named(Small):
-    """Takes batches of dicts with texts in them."""
+    """Takes batches of a tokenizer's kind of dict, with texts in them."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert type(batch) is UserDict
         assert len(batch["name"]) == len(batch["x"]) == len(batch["more"]["index"])
         for name, index in zip(batch["name"], batch["more"]["index"], strict=True):
             assert name == f"sample {int(index)}"
@@ -93,9 +96,8 @@ def pad(samples: Any) -> Any:
     return x[:, None] * (1 + noise), y[:, None].expand(-1, 4).contiguous(), mask
 
 
-def doubled(samples: Any) -> Any:
-    x, y = default_collate(samples)
-    return torch.cat([x, -x]), torch.cat([y, y])
+def mapped(samples: Any) -> Any:
+    return UserDict(default_collate(samples))
 
 
 def items(batch: Any) -> Tensor:
@@ -119,9 +121,9 @@ class Data(pl.LightningDataModule):
 class Sampled(BatchSampler):
     """A user's own batches, of different sizes."""
 
-    def __init__(self) -> None:
+    def __init__(self, batches: int = 4) -> None:
         super().__init__(SequentialSampler(range(20)), 4, False)
-        self.batches = [[0, 1, 2, 3, 4, 5, 6], [7], [8, 9, 10], [11, 12, 13, 14, 15, 16, 17, 18, 19]]
+        self.batches = [[0, 1, 2, 3, 4, 5, 6], [7], [8, 9, 10], [11, 12, 13, 14, 15, 16, 17, 18, 19]][:batches]
 
     def __iter__(self) -> Iterator[list[int]]:
         return iter(self.batches)
@@ -136,7 +138,7 @@ def loader(kind: str, batch: int) -> Any:
     if kind == "batches":
         return DataLoader(Rows(20), batch_sampler=Sampled())
     if kind == "dicts":
-        return DataLoader(Rows(25, "dicts"), batch_size=batch)
+        return DataLoader(Rows(25, "dicts"), batch_size=batch, collate_fn=mapped)
     if kind == "padded":
         return DataLoader(Rows(25), batch_size=batch, collate_fn=pad)
     if kind == "dropped":
@@ -212,7 +214,10 @@ def test_read_once(ranks: WarmRanks, kind: str, layout: Layout) -> None:
 def test_one_pipeline(ranks: WarmRanks, kind: str, options: dict[str, Any]) -> None:
     layout = Layout(cuts=((1, 3, 1),), counts=(3,))
     found, _ = compare(ranks, layout, kind, options)
-    assert [own["read"] for own in found[1:]] == [0, 0]
+    # batches that are the user's own are the first rank's
+    reader = 0 if kind in ("stream", "batches") or "use_distributed_sampler" in options else 2
+    read = [] if kind == "worker" else [reader]  # which counts in its own process
+    assert [rank for rank, own in enumerate(found) if own["read"]] == read
 
 
 def test_an_idle_rank_with_a_loss_weight(ranks: WarmRanks) -> None:
@@ -228,6 +233,17 @@ def test_users_batches_are_each_pipelines_own(ranks: WarmRanks, kind: str) -> No
     for own in found:
         same(own["values"], expected["values"])
     assert [own["read"] > 0 for own in found] == [True, False, True, False]
+
+
+def shorter_on_some(layout: Layout) -> tuple[int, int]:
+    rank = int(os.environ["RANK"])
+    trainer = trainer_of(layout)
+    trainer.fit(seeded(Small), DataLoader(Rows(20), batch_sampler=Sampled(4 if rank < 2 else 3)))
+    return trainer.current_epoch, trainer.global_step
+
+
+def test_an_epoch_ends_with_the_pipeline_that_has_fewest_batches(ranks: WarmRanks) -> None:
+    assert ranks.run(WIDE.world, shorter_on_some, WIDE, process_group=False) == [(2, 6)] * 4
 
 
 # -- random numbers ----------------------------------------------------------------------------------------------------

@@ -7,11 +7,12 @@ import re
 import signal
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -131,8 +132,10 @@ KINDS = {"forward": "forward", "backward": "backward", "hook": "backward", "befo
 @pytest.mark.parametrize(
     ("where", "stage"),
     [
-        *(("forward", stage) for stage in range(3)),
-        *(("backward", stage) for stage in range(3)),
+        ("forward", 1),
+        ("backward", 0),
+        *(pytest.param("forward", stage, marks=pytest.mark.slow) for stage in (0, 2)),
+        *(pytest.param("backward", stage, marks=pytest.mark.slow) for stage in (1, 2)),
         ("hook", 1),
         ("before", 0),
         ("after", 2),
@@ -155,8 +158,8 @@ def test_in_the_middle_of_a_schedule(ranks: WarmRanks, tmp_path: Any, where: str
 @pytest.mark.parametrize(
     ("where", "layout", "culprit", "place", "kind", "workers"),
     [
-        ("dataset", THREE, 0, "train, step 1", "ArithmeticError", 0),
-        ("dataset", THREE, 0, "train, step 1", "ArithmeticError", 1),
+        ("dataset", THREE, 2, "train, step 1", "ArithmeticError", 0),
+        ("dataset", THREE, 2, "train, step 1", "ArithmeticError", 1),
         ("dataset", PAIR, None, "train, step ", "ArithmeticError", 0),
         ("saving", THREE, 0, "train, step 2", "OSError", 0),
         ("validation", PAIR, 1, "validate, step ", "ArithmeticError", 0),
@@ -188,3 +191,31 @@ def test_a_killed_rank(ranks: WarmRanks, tmp_path: Any, stage: int) -> None:
         assert kind == "RankFailedError", outcomes
         assert message.startswith(f"rank {stage} failed in train, step 1"), message
         assert "its process ended without a word" in message, message
+
+
+class Stopping(Callback):
+    """Stops after the second step, on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 2 and trainer.global_rank == self.rank:
+            trainer.should_stop = True
+
+
+def stop_alone(rank: int) -> None:
+    strategy = THREE.strategy(timeout=timedelta(seconds=6))
+    trainer = trainer_of(THREE, strategy, callbacks=[Stopping(rank)])
+    trainer.fit(seeded(Small), DataLoader(points(40), batch_size=THREE.batch))
+
+
+@pytest.mark.parametrize("rank", [1, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 2))])
+def test_a_rank_that_stops_alone_is_named(ranks: WarmRanks, rank: int) -> None:
+    began = time.monotonic()
+    others = [other for other in range(3) if other != rank]
+    for status, _, message in ranks.run_outcomes(3, stop_alone, rank, process_group=False):
+        assert status == "error"
+        assert f"on ranks [{rank}] and not on ranks {others}" in message
+        assert "reduce_boolean_decision" in message
+    assert time.monotonic() - began < SECONDS

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hetero.strategies.pipe.loading import Hand
+from lightning_hetero.strategies.pipe.hand import Hand
 from lightning_hetero.strategies.pipe.reading import Reader
 from tests.harness import WarmRanks
 
@@ -119,3 +119,39 @@ def test_a_rank_alone_reads_for_itself_and_never_ahead() -> None:
     reader.read_ahead()
     assert read == [0]
     assert [*iterator] == [1, 2]
+
+
+class Noting(Hand):
+    """The reading rank's, without others: notes what it hands on."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 0, "a group")
+        self.handed: list[Any] = []
+
+    def hand_on(self, value: Any) -> None:
+        self.handed.append(value)
+
+
+def test_a_reading_that_is_dropped_late_does_not_end_the_one_at_hand() -> None:
+    """Who drops an iterator, and when, is Lightning's and the garbage collector's: it may differ from rank to rank."""
+    hand = Noting()
+    reader = Reader(hand)
+    evaluation, training = reader.batches([1, 2]), reader.batches([3, 4])
+    assert (next(evaluation), next(training)) == (1, 3)
+    evaluation.close()  # type: ignore[attr-defined]
+    reader.read_ahead()
+    assert hand.handed == [(1,), (3,), (4,)]
+
+
+def test_an_interruption_is_not_kept_for_later() -> None:
+    def interrupted() -> Iterator[int]:
+        yield 1
+        raise KeyboardInterrupt
+
+    hand = Noting()
+    reader = Reader(hand)
+    iterator = reader.batches(interrupted())
+    assert next(iterator) == 1
+    with pytest.raises(KeyboardInterrupt):
+        reader.read_ahead()
+    assert hand.handed == [(1,), "failed"]

@@ -59,6 +59,7 @@ def test_evaluation_before_a_fit_by_a_plan_of_its_own(ranks: WarmRanks, first: s
     for own in ranks.run(2, planned, first, {"global_batch_size": 6}, process_group=False):
         assert own["step"] == 8
         assert own["before"] == pytest.approx(own["expected"], rel=1e-9)
+        assert own["busy_s"] > 0  # each run is measured anew
 
 
 def test_a_batch_that_an_earlier_evaluation_did_not_know(ranks: WarmRanks) -> None:
@@ -71,7 +72,7 @@ def planned(first: str, options: dict[str, Any]) -> Any:
     module = seeded(Evaluated)
     whole = seeded(Evaluated).double()
     data = DataLoader(points(24), batch_size=3)
-    strategy = PAIR.strategy(plan="auto", **options)
+    strategy = PAIR.strategy(plan="auto", pipelines=1, **options)
     trainer = trainer_of(PAIR, strategy)
     x, y = points(24)[:]
     logits = whole.model(x).detach()
@@ -84,7 +85,8 @@ def planned(first: str, options: dict[str, Any]) -> Any:
     trainer.fit(module, data, data)
     trainer.fit_loop.max_epochs = 3
     trainer.fit(module, data, data)
-    return {"before": before, "expected": expected, "step": trainer.global_step - 4}
+    busy_s = strategy.summaries[trainer.global_rank].busy_s
+    return {"before": before, "expected": expected, "step": trainer.global_step - 4, "busy_s": busy_s}
 
 
 # -- callbacks ---------------------------------------------------------------------------------------------------------

@@ -291,7 +291,8 @@ def test_infeasible_says_what_is_missing_and_what_would_fit():
     lines = [line for line in message.splitlines() if "are missing" in line]
     assert len(lines) >= 1
     for line in lines:
-        assert "on n0) needs" in line or "on n1) needs" in line
+        assert "on n0) needs for stage " in line or "on n1) needs for stage " in line
+        assert "(unit" in line
         missing = int(line.split(" bytes) are missing")[0].rpartition("(")[2])
         assert 0 < missing < 2 * GIB
     assert "2 more devices of type a:" in message

@@ -9,7 +9,7 @@ from rich.console import Console
 from lightning_hetero.cluster import Cluster, Device
 from lightning_hetero.plan import ModelKey, PipelinePlan, ShardPlan
 from lightning_hetero.plan.common import RankPrediction
-from lightning_hetero.plan.pipeline import Pipeline, Stage
+from lightning_hetero.plan.stages import Pipeline, Stage
 from lightning_hetero.report.plan_table import mean_idle, plan_lines, plan_table
 
 GIB = 2**30

@@ -9,7 +9,7 @@ import pytest
 from lightning_hetero.plan import RankPrediction, ShardPlan
 from lightning_hetero.strategies.summary import RankSummary, print_summary
 
-RANK = RankSummary(0, "a", 2, 9, step_s=1.0, busy_s=0.6, flops_per_sample=1e12, peak_bytes=2**30)
+RANK = RankSummary(0, "a", samples=2, steps=9, step_s=1.0, busy_s=0.6, flops_per_sample=1e12, peak_bytes=2**30)
 PLAN = ShardPlan(
     4, (2, 2), ((0, 1),), ("a", "b"), predicted_step_s=0.6, predictions=(RankPrediction.of(0.6, 0.6, 2**30),) * 2
 )

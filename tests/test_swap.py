@@ -85,7 +85,10 @@ def content(path: Path) -> str:
 
 
 @pytest.mark.parametrize("can_swap", [True, False])
-@pytest.mark.parametrize("kinds", ["folder,folder", "file,file", "file,folder", "folder,file"])
+@pytest.mark.parametrize(
+    "kinds",
+    ["folder,folder", "file,file", *(pytest.param(k, marks=pytest.mark.slow) for k in ("file,folder", "folder,file"))],
+)
 def test_killed_at_every_line(tmp_path: Path, kinds: str, can_swap: bool) -> None:
     root = str(Path(__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}

@@ -100,7 +100,10 @@ def torch_1f1b(case: PipelineCase, rank: int, gate: Gate) -> None:
 
 
 def _tell_of_waits(emulation: Emulation) -> None:
-    """Tell the emulation when the schedule has waited for a message, as hetero_pipe's runtime does."""
+    """Tell the emulation when the schedule has waited for a message, as hetero_pipe's runtime does.
+
+    By torch's private function, through which Schedule1F1B waits (2.14); no public hook tells of it.
+    """
     wait = schedules._wait_batch_p2p
 
     def wait_and_tell(works: Any) -> None:

@@ -1,4 +1,4 @@
-"""The command line: ``lightning-hetero discover | profile | plan``."""
+"""The command line: ``lightning-hetero doctor | discover | profile | plan``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from lightning_hetero.cli import discover, plan, profile
+from lightning_hetero.cli import discover, doctor, plan, profile
 from lightning_hetero.errors import HeteroError
 
 DESCRIPTION = """\
 Plan the training of one model on unequal devices.
 
+  doctor     whether training can start here, and what stands in the way
   discover   what devices there are: type, free memory, speed, links          -> cluster.yaml
   profile    what every unit of a model costs: FLOPs, bytes, seconds          -> costs.json
   plan       who does what: shard groups and batch shares, or pipeline stages -> plan.json
@@ -21,8 +22,9 @@ Every file is meant to be read, and may be edited by hand. The strategy hetero_f
 model, when it is given none of them; profile and plan work on the models that this package builds by name."""
 
 EPILOG = """\
-Each command has its own manual: lightning-hetero plan --help. Exit status: 0 done; 2 wrong arguments, a wrong file,
-or no plan that fits, with the reasons on standard error; 130 interrupted."""
+Each command has its own manual: lightning-hetero plan --help. Exit status: 0 done; 1 the doctor found that
+training cannot start; 2 wrong arguments, a wrong file, or no plan that fits, with the reasons on standard error; 130
+interrupted."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     commands = made.add_subparsers(metavar="command", required=True)
-    for command in (discover, profile, plan):
+    for command in (doctor, discover, profile, plan):
         command.add_to(commands)
     return made
 

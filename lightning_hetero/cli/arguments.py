@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
+
+from lightning_hetero.errors import HeteroError
+from lightning_hetero.units import parse_bytes
 
 
 def positive_integers(text: str) -> tuple[int, ...]:
@@ -25,3 +29,29 @@ def positive_integer(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: write a whole number, 1 or more")
     return value
+
+
+def whole_number(text: str) -> int:
+    """A whole number, 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: write a whole number, 0 or more")
+    return int(text)
+
+
+def positive_seconds(text: str) -> float:
+    """Seconds, above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: write a number of seconds above 0, such as 60")
+    return value
+
+
+def bytes_count(text: str) -> int:
+    """Bytes with their unit, such as ``64 MiB``."""
+    try:
+        return parse_bytes(text)
+    except HeteroError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -6,7 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -110,7 +110,7 @@ class PlanFile(ABC):
         return plan
 
 
-@cache  # searches ask thousands of times
+@lru_cache(maxsize=4096)  # searches ask thousands of times, mostly the same
 def even_parts(total: int, parts: int) -> tuple[int, ...]:
     """Split ``total`` into whole parts that differ by at most one, larger ones first."""
     return tuple(total // parts + (index < total % parts) for index in range(parts))

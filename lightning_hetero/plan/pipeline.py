@@ -17,16 +17,8 @@ from lightning_hetero.plan.common import (
     read_model,
     read_predictions,
 )
-from lightning_hetero.records import (
-    Record,
-    boolean,
-    integer,
-    number,
-    optional,
-    shown,
-    text,
-    tuple_of,
-)
+from lightning_hetero.plan.stages import Pipeline, read_pipeline, schedule_problems, stage_problems
+from lightning_hetero.records import Record, integer, number, optional, shown, text, tuple_of
 from lightning_hetero.schedule import (
     FORWARD,
     SCHEDULES,
@@ -34,63 +26,11 @@ from lightning_hetero.schedule import (
     Schedule,
     build_schedule,
     interleaving_problems,
-    warmup_problems,
 )
 
 SCHEMA = 1
 
 _REPLAN = 'make a new plan (plan="auto")'
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A contiguous run of units on one rank of a pipeline.
-
-    Args:
-        units: first unit and the one after the last, as indices: ``(0, 5)`` are units 0 to 4.
-        warmup: forwards before the first backward; under 1F1B it is also how many micro-batches are in flight at
-            most. Of no effect with other schedules.
-        activation_checkpointing: whether its units keep only their inputs and run their forward again in backward.
-    """
-
-    units: tuple[int, int]
-    warmup: int = 1
-    activation_checkpointing: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "units", tuple(self.units))
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """Ranks that hold one copy of the model between them.
-
-    Args:
-        ranks: in the order of their (first) stage.
-        stages: in order; stage s is on ``ranks[s % len(ranks)]``. More than one per rank is for interleaved_1f1b.
-        micro_batches: that it runs in a step.
-    """
-
-    ranks: tuple[int, ...]
-    stages: tuple[Stage, ...]
-    micro_batches: int
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ranks", tuple(self.ranks))
-        object.__setattr__(self, "stages", tuple(self.stages))
-
-    @property
-    def stages_per_rank(self) -> int:
-        """How many stages each rank has."""
-        return len(self.stages) // len(self.ranks)
-
-    def rank_of(self, stage: int) -> int:
-        """The rank that runs a stage."""
-        return self.ranks[stage % len(self.ranks)]
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of a rank, in order; none for a rank of another pipeline."""
-        return tuple(stage for stage in range(len(self.stages)) if self.rank_of(stage) == rank)
 
 
 @dataclass(frozen=True)
@@ -227,8 +167,8 @@ class PipelinePlan(PlanFile):
         problems = [*self._batch_problems(), *self._rank_problems()]
         for index, pipeline in enumerate(self.pipelines):
             place = f"pipelines[{index}]"
-            problems += _stage_problems(pipeline, place, len(self.unit_names))
-            problems += _schedule_problems(pipeline, place, self.schedule)
+            problems += stage_problems(pipeline, place, len(self.unit_names))
+            problems += schedule_problems(pipeline, place, self.schedule)
         if len(self.predictions) not in (0, self.world_size):
             problems.append(
                 f"predictions has {len(self.predictions)} entries, device_types has {self.world_size}: "
@@ -303,59 +243,6 @@ class PipelinePlan(PlanFile):
         return _read_plan(record, data)
 
 
-def _stage_problems(pipeline: Pipeline, place: str, units: int) -> Iterator[str]:
-    """Gaps, overlaps, empty stages, and more stages than there are units or ranks."""
-    stages = pipeline.stages
-    if not stages:
-        yield f"{place}.stages is empty: give one per rank"
-        return
-    if pipeline.ranks and len(stages) % len(pipeline.ranks):
-        yield f"{place} has {len(stages)} stages on {len(pipeline.ranks)} ranks: give every rank as many"
-    if len(stages) > units:
-        yield f"{place} has {len(stages)} stages, the model has {units} units: use at most {units} stages"
-    expected = 0
-    for index, stage in enumerate(stages):
-        start, stop = stage.units
-        where = f"{place}.stages[{index}].units"
-        if start >= stop:
-            yield f"{where} is [{start}, {stop}], which holds no unit: give it at least one"
-        if start > expected:
-            yield f"{where} begins with unit {start}: {_units(expected, start)} before it belong to no stage"
-        elif start < expected:
-            yield f"{where} begins with unit {start}: {_units(start, min(stop, expected))} belong to a stage before it"
-        expected = max(expected, stop)
-    if expected < units:
-        yield f"{place}.stages end before unit {expected}: {_units(expected, units)} belong to no stage"
-    elif expected > units:
-        yield f"{place}.stages go on to unit {expected - 1}, the model's last one is {units - 1}"
-
-
-def _units(start: int, stop: int) -> str:
-    return f"unit {start}" if stop - start == 1 else f"units {start} to {stop - 1}"
-
-
-def _schedule_problems(pipeline: Pipeline, place: str, schedule: str) -> Iterator[str]:
-    """What the schedule does not allow."""
-    count, ranks, stages = pipeline.micro_batches, len(pipeline.ranks), pipeline.stages
-    if count < 1:
-        yield f"{place}.micro_batches is {count}: give at least 1, or remove the pipeline"
-        return
-    if ranks and len(stages) > ranks and schedule != "interleaved_1f1b":
-        yield f"{place} has {len(stages)} stages on {ranks} ranks: only interleaved_1f1b takes more than one each"
-    if schedule == "interleaved_1f1b" and ranks:
-        yield from (f"{place}: {problem}" for problem in interleaving_problems(ranks, count))
-    if schedule == "1f1b":
-        depths = [stage.warmup for stage in stages]
-        yield from (f"{place}: {problem}" for problem in warmup_problems(depths, len(stages), count))
-    if schedule == "zero_bubble":
-        yield from (
-            f"{place}.stages[{index}] has activation_checkpointing, which zero_bubble's halves of a backward cannot "
-            "both run a forward for: turn it off, or use another schedule"
-            for index, stage in enumerate(stages)
-            if stage.activation_checkpointing
-        )
-
-
 _REQUIRED = ("schema", "kind", "global_batch_size", "micro_batch_size", "pipelines", "device_types", "unit_names")
 _OPTIONAL = ("schedule", "model", "predicted_step_s", "lower_bound_s", "predictions", "reasons")
 
@@ -368,7 +255,7 @@ def _read_plan(record: Record, data: object) -> PipelinePlan:
     return PipelinePlan(
         global_batch_size=record.take(top, "global_batch_size", "", integer(1), 1),
         micro_batch_size=record.take(top, "micro_batch_size", "", integer(1), 1),
-        pipelines=tuple(_read_pipeline(record, item, place) for place, item in pipelines),
+        pipelines=tuple(read_pipeline(record, item, place) for place, item in pipelines),
         device_types=record.take(top, "device_types", "", tuple_of(text), ()),
         unit_names=record.take(top, "unit_names", "", tuple_of(text), ()),
         schedule=record.take(top, "schedule", "", text, "1f1b"),
@@ -377,27 +264,4 @@ def _read_plan(record: Record, data: object) -> PipelinePlan:
         lower_bound_s=record.take(top, "lower_bound_s", "", optional(number(0)), None),
         predictions=read_predictions(record, top.get("predictions") or []),
         reasons=record.take(top, "reasons", "", tuple_of(text), ()),
-    )
-
-
-def _read_pipeline(record: Record, value: object, place: str) -> Pipeline:
-    data = record.mapping(value, place, ["ranks", "stages", "micro_batches"]) or {}
-    stages = record.items(data["stages"], f"{place}.stages", "stage") if "stages" in data else []
-    return Pipeline(
-        ranks=record.take(data, "ranks", place, tuple_of(integer(0)), ()),
-        stages=tuple(_read_stage(record, item, where) for where, item in stages),
-        micro_batches=record.take(data, "micro_batches", place, integer(1), 1),
-    )
-
-
-def _read_stage(record: Record, value: object, place: str) -> Stage:
-    data = record.mapping(value, place, ["units"], ["warmup", "activation_checkpointing"]) or {}
-    units: tuple[int, ...] = record.take(data, "units", place, tuple_of(integer(0)), (0, 0))
-    if len(units) != 2:
-        record.note(f"{place}.units", f"is {list(units)}: give the first unit and the one after the last, as [0, 5]")
-        units = (0, 0)
-    return Stage(
-        units=(units[0], units[1]),
-        warmup=record.take(data, "warmup", place, integer(1), 1),
-        activation_checkpointing=record.take(data, "activation_checkpointing", place, boolean, False),
     )

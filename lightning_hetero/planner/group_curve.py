@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 
 import numpy as np
@@ -305,7 +305,7 @@ class Curves:
         return samples[:enough], capacity[:enough]
 
 
-@cache
+@lru_cache(maxsize=256)
 def micro_batch_numbers(batch: int, rough: bool) -> Ints:
     """Numbers of micro-batches to try: all small ones, then steps of some percent."""
     if batch <= 256:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from lightning_hetero.cluster import Cluster
+from lightning_hetero.costs import UnitTiming
 from lightning_hetero.errors import InfeasibleError
 from lightning_hetero.plan import ModelKey, RankPrediction, ShardPlan
 from lightning_hetero.planner.batch import split_batch
 from lightning_hetero.planner.one_group import plan_one_group
 from lightning_hetero.simulator.memory import RankMemory
+from lightning_hetero.simulator.shard_step import Passes, Traffic, group_s
 from lightning_hetero.units import format_bytes, format_seconds
 
 WORTH_IT = 0.01
@@ -215,23 +216,12 @@ def _with_micro_batches(
 
 
 def _group_s(ranks: MeasuredRanks, group: Sequence[int], mode: str, count: int, shares: Sequence[int]) -> float:
-    """Seconds of a group's micro-batches; they are as even as whole samples allow, larger ones first.
-
-    Ranks that shard wait for each other in every micro-batch, so what one is ahead in one does not make up for another.
-    """
-
-    def seconds(rank: int, first: int) -> float:
-        size = shares[rank] // count + (first < shares[rank] % count)
-        return ranks.fixed_seconds[rank] + ranks.seconds_per_sample[rank] * max(1, size)
-
-    # between two borders all micro-batches are alike
-    borders = sorted({0, count, *(shares[rank] % count for rank in group)})
-    lengths = [(first, end - first) for first, end in pairwise(borders)]
-    if mode == "NO_SHARD":
-        busiest_s = max(sum(length * seconds(rank, first) for first, length in lengths) for rank in group)
-    else:
-        busiest_s = sum(length * max(seconds(rank, first) for rank in group) for first, length in lengths)
-    return busiest_s + count * ranks.overhead_s
+    """Seconds of a group's micro-batches, each with its overhead: as for a model of one unit and links of no cost."""
+    passes = [
+        Passes.of([UnitTiming(ranks.fixed_seconds[rank], ranks.seconds_per_sample[rank], 0.0, 0.0)]) for rank in group
+    ]
+    own = [shares[rank] for rank in group]
+    return group_s(passes, own, count, Traffic.none(units=1), mode) + count * ranks.overhead_s
 
 
 def _step_s(plan: ShardPlan) -> float:

@@ -40,7 +40,8 @@ def refuse(problem: Problem, space: Space, found: Found) -> NoReturn:
         lines[0] += f"; the nearest, with micro-batches of {design.micro_batch_size} and {again}, leaves:"
         for each in outcome.shortages[:_MOST_RANKS_SHOWN]:
             lines.append(
-                f"  - rank {each.rank} ({problem.kinds[each.rank]} on {problem.nodes[each.rank]}) needs "
+                f"  - rank {each.rank} ({problem.kinds[each.rank]} on {problem.nodes[each.rank]}) needs for "
+                f"{_stages_of(problem, design, each.rank)} "
                 f"{format_bytes(each.needed_bytes)} and has {format_bytes(each.capacity_bytes)}: "
                 f"{format_bytes(each.missing_bytes)} ({each.missing_bytes} bytes) are missing"
             )
@@ -56,6 +57,18 @@ def refuse(problem: Problem, space: Space, found: Found) -> NoReturn:
             "would fit: use devices with more memory, a lower precision, or an optimizer with less state"
         )
     raise InfeasibleError("\n".join(lines))
+
+
+def _stages_of(problem: Problem, design: Design, rank: int) -> str:
+    """A rank's stages with their units by name."""
+    (pipeline,) = (each for each in design.pipelines if rank in each.ranks)
+    parts = []
+    for stage, (start, stop) in enumerate(pipeline.borders):
+        if pipeline.ranks[stage % len(pipeline.ranks)] == rank:
+            first, last = problem.costs.units[start].name, problem.costs.units[stop - 1].name
+            units = f"unit {first}" if stop - start == 1 else f"units {first} to {last}"
+            parts.append(f"stage {stage} ({units})")
+    return ", ".join(parts)
 
 
 def _nearest(problem: Problem, space: Space, found: Found) -> tuple[Design, Outcome] | None:

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from lightning_hetero.profiler.devices import look_at
+from lightning_hetero.units import format_bytes
 
+BUSY = 0.05
+"""share of a device's memory that others hold from which on it is called busy"""
+
+_NAMED = 4
 _TIMEOUT_S = 20.0
 _QUERY = ("--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader,nounits")
 
@@ -94,3 +99,15 @@ def parse_users(lines: Sequence[str], uuid: str) -> tuple[DeviceUser, ...]:
 def _bare(uuid: str) -> str:
     """Torch prints a UUID without the driver's prefix."""
     return uuid.strip().removeprefix("GPU-").lower()
+
+
+def users_text(users: Sequence[DeviceUser]) -> str:
+    """``, by python (process 7, 256 MiB), 2 more``; empty without users."""
+    named = [
+        f"{user.name} (process {user.pid}"
+        + (f", {format_bytes(user.memory_bytes)})" if user.memory_bytes is not None else ")")
+        for user in users[:_NAMED]
+    ]
+    if len(users) > _NAMED:
+        named.append(f"{len(users) - _NAMED} more")
+    return f", by {', '.join(named)}" if named else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -136,12 +136,12 @@ class _Entry:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Tensors in nested tuples, lists and dictionaries."""
+    """Tensors in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
     elif isinstance(value, (tuple, list)):
         for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
             yield from tensors_in(item)

@@ -7,11 +7,8 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from lightning_hetero.cluster import Cluster, Link
-from lightning_hetero.profiler.busy import DeviceUse
+from lightning_hetero.profiler.busy import BUSY, DeviceUse, users_text
 from lightning_hetero.units import format_bytes, format_bytes_per_s, format_flops_per_s, format_seconds
-
-BUSY = 0.05
-"""share of a device's memory that others hold from which on it is called busy"""
 
 
 def cluster_table(cluster: Cluster, uses: Sequence[DeviceUse] = ()) -> Table:
@@ -43,20 +40,9 @@ def cluster_lines(cluster: Cluster, uses: Sequence[DeviceUse] = ()) -> list[str]
     ]
     for rank, use in enumerate(uses):
         if use.taken_bytes > BUSY * use.total_bytes or use.users:
-            lines.append(f"rank {rank} is busy: {format_bytes(use.taken_bytes)} are taken{_users(use)}")
+            lines.append(f"rank {rank} is busy: {format_bytes(use.taken_bytes)} are taken{users_text(use.users)}")
     return lines
 
 
 def _link(link: Link) -> str:
     return f"{format_bytes_per_s(link.bandwidth_bytes_per_s)}, {format_seconds(link.latency_s)} latency"
-
-
-def _users(use: DeviceUse) -> str:
-    named = [
-        f"{user.name} (process {user.pid}"
-        + (f", {format_bytes(user.memory_bytes)})" if user.memory_bytes is not None else ")")
-        for user in use.users[:4]
-    ]
-    if len(use.users) > 4:
-        named.append(f"{len(use.users) - 4} more")
-    return f", by {', '.join(named)}" if named else ""

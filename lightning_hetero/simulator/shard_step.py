@@ -29,7 +29,7 @@ Communication costs are those of :mod:`~lightning_hetero.simulator.comm`. The ov
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -94,13 +94,18 @@ class Traffic:
     alike: tuple[NDArray[np.int64], NDArray[np.int64]]
 
     @classmethod
+    def none(cls, units: int) -> Traffic:
+        """Of ranks that send nothing to each other, for so many units."""
+        nothing = np.zeros(units)
+        return cls(nothing, nothing, nothing, 0.0, (np.arange(units), np.ones(units, dtype=np.int64)))
+
+    @classmethod
     def of(cls, costs: ModelCosts, state: StateBytes, network: Network, spread: Spread, mode: str) -> Traffic:
         """Of a group whose ranks are spread over nodes like this, under one of the sharding modes."""
         units = costs.units
         alike = (np.array(costs.alike[0]), np.array(costs.alike[1]))
         if mode == "NO_SHARD" or sum(spread) == 1:
-            nothing = np.zeros(len(units))
-            return cls(nothing, nothing, nothing, 0.0, alike)
+            return replace(cls.none(len(units)), alike=alike)
         known: dict[int, tuple[float, float]] = {}
         for parameters in {unit.parameters for unit in units if unit.is_block}:
             gather = network.all_gather_s(parameters * state.gathered, spread)

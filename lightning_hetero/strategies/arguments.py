@@ -1,13 +1,15 @@
-"""The arguments of hetero_fsdp, as a user may give them."""
+"""The arguments of hetero_fsdp, and those that hetero_pipe shares, as a user may give them."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_hetero.costs import ModelCosts
 from lightning_hetero.errors import HeteroError, PlanError
-from lightning_hetero.plan import ShardPlan
+from lightning_hetero.plan import PipelinePlan, ShardPlan
+
+Plan = TypeVar("Plan", ShardPlan, PipelinePlan)
 
 
 def argument_problems(check_loss: Any, reshard: Any, global_batch_size: Any, wrap: Any) -> list[str]:
@@ -33,9 +35,10 @@ def read_costs(costs: str | Path | ModelCosts | None) -> ModelCosts | None:
     return ModelCosts.load(costs)
 
 
-def read_plan(plan: str | Path | ShardPlan) -> ShardPlan:
-    if isinstance(plan, ShardPlan):
+def read_plan(plan: str | Path | Plan, kind: type[Plan]) -> Plan:
+    """The plan of a kind that a user gave, as an object or as the path of one."""
+    if isinstance(plan, kind):
         return plan
     if not isinstance(plan, str | Path):
-        raise PlanError(f"plan={plan!r} is a {type(plan).__name__}: pass 'auto', a ShardPlan or the path of one")
-    return ShardPlan.load(plan)
+        raise PlanError(f"plan={plan!r} is a {type(plan).__name__}: pass 'auto', a {kind.__name__} or the path of one")
+    return kind.load(plan)

@@ -1,12 +1,14 @@
-"""Checkpoints of a sharded run: one file as one device would write it, or a folder with a part from each rank."""
+"""Checkpoints: one file as one device would write it, or a folder with a part from each rank of hetero_fsdp."""
 
 from __future__ import annotations
 
 import pickle
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.plugins import CheckpointIO, TorchCheckpointIO
 from torch.optim import Optimizer
 
@@ -16,6 +18,7 @@ from lightning_hetero.errors import HeteroError
 from lightning_hetero.strategies import lightning_adapter
 
 if TYPE_CHECKING:
+    from lightning_hetero.strategies.base import HeteroStrategy
     from lightning_hetero.strategies.fsdp import HeteroFSDPStrategy
 
 STATE_KEY = "lightning_hetero"
@@ -51,8 +54,88 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             swap.remove(Path(path))
 
 
-class Checkpoints:
-    """Saves and loads for a strategy.
+class Checkpoints(ABC):
+    """Saves and loads for a strategy; how a state lies on its ranks is the subclass's.
+
+    Args:
+        strategy: whose model and optimizers.
+        weights_only: as for ``torch.load``.
+    """
+
+    def __init__(self, strategy: HeteroStrategy, weights_only: bool | None) -> None:
+        self._strategy = strategy
+        self._weights_only = weights_only
+        self.default_io: CheckpointIO = AtomicCheckpointIO()
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self._strategy.lightning_module is not None
+        return self._strategy.lightning_module
+
+    def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
+        """Write a checkpoint (all ranks call this)."""
+        path = self._strategy.broadcast(path)
+        lightning_adapter.drop_loader_states(checkpoint)
+        checkpoint[STATE_KEY] = self._run_state()
+        self._write(checkpoint, path, storage_options)
+
+    def _write(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
+        if self._strategy.is_global_zero:
+            self._strategy.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+
+    def load(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
+        """Read a checkpoint of either form: one file, or a folder with a part from each rank."""
+        path = self._strategy.broadcast(path)
+        if "://" not in str(path):
+            path = swap.find(Path(path))
+        weights_only = weights_only if weights_only is not None else self._weights_only
+        try:
+            read = self._read_folder if state_io.is_sharded(Path(path)) else self._read_file
+            state = read(path, weights_only)
+        except pickle.UnpicklingError as error:
+            raise HeteroError(
+                f"checkpoint {path} holds more than tensors and plain values. If you trust it, pass "
+                f"weights_only=False to the strategy (Lightning does not hand fit's on). torch says: {error}"
+            ) from error
+        saved = state.get(STATE_KEY)
+        if isinstance(saved, Mapping) and saved.get("global_batch_size"):
+            self._restore_run(dict(saved))
+        return state
+
+    def _read_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
+        return self._strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+
+    @abstractmethod
+    def model_state(self) -> dict[str, Any]:
+        """Return the whole model on rank 0, nothing elsewhere (a collective)."""
+
+    @abstractmethod
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's whole state on rank 0, nothing elsewhere (a collective)."""
+
+    @abstractmethod
+    def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
+        """Give the model the values of a checkpoint that :meth:`load` returned."""
+
+    @abstractmethod
+    def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        """Give the optimizers their states."""
+
+    @abstractmethod
+    def _read_folder(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
+        """Read what hetero_fsdp wrote in parts."""
+
+    @abstractmethod
+    def _run_state(self) -> dict[str, Any]:
+        """Return what of the run is kept under STATE_KEY."""
+
+    @abstractmethod
+    def _restore_run(self, saved: dict[str, Any]) -> None:
+        """Go on with what was kept."""
+
+
+class ShardCheckpoints(Checkpoints):
+    """Those of hetero_fsdp: one file as one device would write it, or a folder with a part from each rank.
 
     Args:
         strategy: whose model and optimizers.
@@ -60,28 +143,22 @@ class Checkpoints:
         weights_only: as for ``torch.load``.
     """
 
+    _strategy: HeteroFSDPStrategy
+
     def __init__(self, strategy: HeteroFSDPStrategy, sharded: bool, weights_only: bool | None) -> None:
-        self._strategy = strategy
+        super().__init__(strategy, weights_only)
         self._sharded = sharded
-        self._weights_only = weights_only
         self._loaded_in_place = False
-        self.default_io: CheckpointIO = AtomicCheckpointIO()
 
     def model_state(self) -> dict[str, Any]:
         """Return the whole model on rank 0 (one file), or nothing where shards are written (a collective)."""
         self._strategy.companions.check_again()
-        module = self._strategy.lightning_module
-        assert module is not None
-        if self._sharded:
-            return {}
-        return self._gathered(module.state_dict())
+        return {} if self._sharded else self._gathered(self._module.state_dict())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's whole state on rank 0, or nothing where shards are written (a collective)."""
         optimizer = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer holds the real one
-        if self._sharded:
-            return {}
-        return self._gathered(optimizer.state_dict())
+        return {} if self._sharded else self._gathered(optimizer.state_dict())
 
     def _gathered(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state whole on rank 0, gathered by its shard group alone."""
@@ -90,77 +167,58 @@ class Checkpoints:
         gathered: dict[str, Any] = state_io.gather_state(state, self._strategy.is_global_zero)
         return gathered
 
-    def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
-        """Write a checkpoint (all ranks call this)."""
-        strategy = self._strategy
-        path = strategy.broadcast(path)
-        plan = strategy.plan
-        lightning_adapter.drop_loader_states(checkpoint)
-        checkpoint[STATE_KEY] = {
-            "global_batch_size": strategy.global_batch_size,
+    def _run_state(self) -> dict[str, Any]:
+        plan = self._strategy.plan
+        return {
+            "global_batch_size": self._strategy.global_batch_size,
             "batch_shares": list(plan.batch_shares) if plan is not None else None,
-            **strategy.rebalancer.state(),
+            **self._strategy.rebalancer.state(),
         }
+
+    def _write(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
+        strategy = self._strategy
         if not self._sharded:
             checkpoint = state_io.with_whole_tensors(checkpoint, strategy.is_global_zero)  # what callbacks put in
-            if strategy.is_global_zero:
-                strategy.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+            super()._write(checkpoint, path, storage_options)
             return
         if storage_options is not None:
             raise HeteroError("storage_options do not apply to save_distributed_checkpoint=True: leave them out")
         checkpoint.pop("state_dict", None)
         checkpoint.pop("optimizer_states", None)
-        assert strategy.lightning_module is not None
         state_io.write_sharded(
             checkpoint,
-            strategy.lightning_module,
+            self._module,
             strategy.optimizers,
             Path(path),
             group=strategy.groups.shard_group if strategy.groups.crosses else None,
             writes=strategy.groups.is_first or not strategy.groups.crosses,
         )
 
-    def load(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        """Read a checkpoint of either form; the tensors of a folder are loaded in place at once."""
-        strategy = self._strategy
-        path = strategy.broadcast(path)
-        if "://" not in str(path):
-            path = swap.find(Path(path))
-        weights_only = weights_only if weights_only is not None else self._weights_only
-        self._loaded_in_place = state_io.is_sharded(Path(path))
-        try:
-            if self._loaded_in_place:
-                assert strategy.lightning_module is not None
-                state: dict[str, Any] = state_io.read_sharded(
-                    strategy.lightning_module,
-                    strategy.optimizers,
-                    Path(path),
-                    weights_only,
-                    group=strategy.groups.shard_group if strategy.groups.crosses else None,
-                )
-                state = {"state_dict": {}, "optimizer_states": [], **state}
-            else:
-                state = strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-                strategy.companions.restore(state)
-        except pickle.UnpicklingError as error:
-            raise HeteroError(
-                f"checkpoint {path} holds more than tensors and plain values. If you trust it, pass "
-                f"weights_only=False to the strategy (Lightning does not hand fit's on). torch says: {error}"
-            ) from error
-        saved = state.get(STATE_KEY)
-        if isinstance(saved, Mapping) and saved.get("global_batch_size"):
-            strategy.restore_global_batch(int(saved["global_batch_size"]))
-            strategy.rebalancer.restore(dict(saved))
+    def _read_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
+        self._loaded_in_place = False
+        state = super()._read_file(path, weights_only)
+        self._strategy.companions.restore(state)
         return state
 
+    def _read_folder(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
+        """Read a folder's plain values, and load its tensors in place at once."""
+        self._loaded_in_place = True
+        groups = self._strategy.groups
+        group = groups.shard_group if groups.crosses else None
+        state = state_io.read_sharded(self._module, self._strategy.optimizers, path, weights_only, group=group)
+        return {"state_dict": {}, "optimizer_states": [], **state}
+
+    def _restore_run(self, saved: dict[str, Any]) -> None:
+        self._strategy.restore_global_batch(int(saved["global_batch_size"]))
+        self._strategy.rebalancer.restore(saved)
+
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
-        """Give the model the values of a checkpoint that :meth:`load` returned."""
+        """Give each rank its shards of what :meth:`load` returned."""
         if not self._loaded_in_place:
-            assert self._strategy.lightning_module is not None
-            state_io.load_model_state(self._strategy.lightning_module, checkpoint["state_dict"], strict)
+            state_io.load_model_state(self._module, checkpoint["state_dict"], strict)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        """Give the optimizers their states."""
+        """Give each rank its shards of the optimizers' states."""
         if self._loaded_in_place:
             return
         self._strategy.companions.before_optimizers_load()

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_hetero.callbacks.emulated_devices import EmulatedDevices
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import ModelCosts
 from lightning_hetero.data import Split, UnevenLoader
@@ -25,22 +24,15 @@ from lightning_hetero.kept import KeptLoader
 from lightning_hetero.models.units import Unit, find_units
 from lightning_hetero.plan import ModelKey, ShardPlan
 from lightning_hetero.planner.measured import MeasuredRanks
-from lightning_hetero.strategies import lightning_adapter, planning, torch_adapter
+from lightning_hetero.strategies import lightning_adapter, planning, results_adapter, torch_adapter
 from lightning_hetero.strategies.arguments import argument_problems, read_costs, read_plan
 from lightning_hetero.strategies.block_forwards import BlockForwards
-from lightning_hetero.strategies.checkpoint_hooks import CheckpointHooks
-from lightning_hetero.strategies.checkpoints import Checkpoints
+from lightning_hetero.strategies.checkpoints import ShardCheckpoints
 from lightning_hetero.strategies.companions import Companions
 from lightning_hetero.strategies.fsdp_steps import FSDPSteps
 from lightning_hetero.strategies.gradients import GradientReduction, clip_by_one_norm
 from lightning_hetero.strategies.groups import ShardGroups, replicas_of
-from lightning_hetero.strategies.instruments import Instruments
-from lightning_hetero.strategies.layout import (
-    Layout,
-    march_together,
-    ranks_sharded_over,
-    reshards_after_forward,
-)
+from lightning_hetero.strategies.layout import find_layout, march_together, reshards_after_forward
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.loss_weight import LossWeight, loss_weight_problems
 from lightning_hetero.strategies.manual import ManualSteps
@@ -56,12 +48,12 @@ from lightning_hetero.strategies.sharding import (
     register_steps,
     shard_module,
 )
-from lightning_hetero.strategies.summary import RankSummary, StepRecorder
+from lightning_hetero.strategies.summary import RankSummary
 
 CheckLoss = Literal["warn", "error", "off"]
 
 
-class HeteroFSDPStrategy(CheckpointHooks, FSDPSteps):
+class HeteroFSDPStrategy(FSDPSteps):
     """Trains an unchanged LightningModule on unequal devices at close to the sum of their speeds.
 
     The model is sharded over all ranks with FSDP2. Each rank takes its share of every global batch, in whole samples
@@ -174,7 +166,7 @@ class HeteroFSDPStrategy(CheckpointHooks, FSDPSteps):
                 *options.problems(),
             ],
         )
-        self.plan: ShardPlan | None = None if plan == "auto" else read_plan(plan)
+        self.plan: ShardPlan | None = None if plan == "auto" else read_plan(plan, ShardPlan)
         self._given_plan = self.plan
         if self.plan is not None:
             raise_all(PlanError, "the arguments and the plan disagree", options.plan_problems(self.plan))
@@ -185,11 +177,10 @@ class HeteroFSDPStrategy(CheckpointHooks, FSDPSteps):
         self._wrap = wrap
         self._summary = summary
         self.summaries: list[RankSummary] = []
-        self.instruments: Instruments  # these from set-up on
-        self.groups: ShardGroups
+        self.groups: ShardGroups  # these from set-up on
         self.gradients: GradientReduction
-        self._loaders = Loaders(self, global_batch_size)
-        self._checkpoints = Checkpoints(self, save_distributed_checkpoint, weights_only)
+        self.loaders = Loaders(self, global_batch_size)
+        self._checkpoints = ShardCheckpoints(self, save_distributed_checkpoint, weights_only)
         self._users_loss_weight = loss_weight
         self.loss_weight: LossWeight | None = None  # from set-up on
         self.rebalance_is_asked = bool(rebalance)
@@ -218,8 +209,8 @@ class HeteroFSDPStrategy(CheckpointHooks, FSDPSteps):
 
     def environment_is_there(self) -> None:
         """Give ``configure_model`` its device mesh."""
+        super().environment_is_there()
         assert self.lightning_module is not None
-        self._stops = self._stop_agreement()
         mesh = init_device_mesh(
             self.root_device.type, (self.world_size, 1), mesh_dim_names=("data_parallel", "tensor_parallel")
         )
@@ -240,16 +231,13 @@ class HeteroFSDPStrategy(CheckpointHooks, FSDPSteps):
         if trainer.state.fn == TrainerFn.FITTING and not self.plan_is_given:
             # a fit after another one may have another loader, and other devices
             self.plan = None
-            self._loaders.forget_global_batch()
-        if self.cluster is None:
-            self.cluster = self.broadcast(Cluster.discover())
+            self.loaders.forget_global_batch()
+        cluster = self._know_cluster()
         raise_all(UnsupportedError, "the devices lack what was asked for", self._option_problems({}))
         self._model_key = ModelKey(type(module).__name__, sum(p.numel() for p in module.parameters()))
-        self._loaders.check_plan(self.cluster, self._model_key)
-        lightning_adapter.weigh_logged_values(trainer, self)
-        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            # modules wrapped by FSDP2 that ran under inference_mode crash in a later training step (fact 5)
-            loop.inference_mode = False
+        self.loaders.check_plan(cluster, self._model_key)
+        results_adapter.weigh_logged_values(trainer, self)
+        self._evaluate_without_inference_mode(trainer)
         if self._layer_sync is not None:
             self._layer_sync.apply(module)  # in place; BatchNorm over all ranks, whatever their shares
         self.model = self.precision_plugin.convert_module(module)
@@ -271,7 +259,7 @@ class HeteroFSDPStrategy(CheckpointHooks, FSDPSteps):
         assert self.cluster is not None
         units = find_units(module, self._wrap)
         self.reshards = reshards_after_forward(module, self.cluster, self.options, self._given_plan, self.global_rank)
-        self.layout = self._layout(module, units)
+        self.layout = find_layout(self, module, units)
         replicas = replicas_of(self.layout.groups, self.layout.modes)
         marching = march_together(module, self._given_plan)
         self.groups = ShardGroups(replicas, self.global_rank, self.root_device, self._timeout, march_together=marching)
@@ -287,24 +275,8 @@ class HeteroFSDPStrategy(CheckpointHooks, FSDPSteps):
         order_gathers(module, units, self.options, self.gradients.reduce_scatter)
         if len(self.groups.replicas) > 1:
             lightning_adapter.clip_norms_by(self.precision_plugin, clip_by_one_norm)
-        assert self.cluster is not None
-        trainer: Any = self._trainer  # its callbacks are not typed
-        if self.cluster.emulate and any(isinstance(c, EmulatedDevices) for c in trainer.callbacks):
-            raise UnsupportedError(
-                f"cluster {self.cluster.name!r} is emulated by the strategy already: leave the EmulatedDevices "
-                "callback out, or the devices would be slowed twice"
-            )
-        emulated = self.cluster.devices[self.global_rank] if self.cluster.emulate else None
         self._forwards = self._wrap_forwards(units)
-        self.instruments = Instruments(
-            module,
-            units,
-            self.root_device,
-            self.global_rank,
-            emulated=emulated,
-            costs=self.costs,
-            recomputed=self._forwards.recomputed,
-        )
+        self._put_up_instruments(module, units, self._forwards.recomputed)
 
     def _wrap_forwards(self, units: Sequence[Unit]) -> BlockForwards:
         """Have blocks computed again or compiled as the options say; say what of the options does nothing here."""
@@ -327,43 +299,15 @@ class HeteroFSDPStrategy(CheckpointHooks, FSDPSteps):
         if not self.options.cpu_offload:
             super().model_to_device()
 
-    def _layout(self, module: pl.LightningModule, units: Sequence[Unit]) -> Layout:
-        """Return the shard groups and how each of them holds the model (a collective)."""
-        if self._given_plan is not None:
-            return Layout.of_plan(self._given_plan)
-        asked = self.options.layout(self.world_size)
-        if asked is not None:
-            return asked
-        assert self.cluster is not None
-        sharded: list[tuple[int, ...] | None] = self.gather_objects(ranks_sharded_over(module, self.global_rank))
-        known = {ranks for ranks in sharded if ranks is not None}
-        if None not in sharded:
-            groups = tuple(sorted(known))
-            return Layout(groups, ("FULL_SHARD" if self.reshards else "SHARD_GRAD_OP",) * len(groups))
-        chosen = Layout.chosen(module, units, self.cluster, reshards=self.reshards)
-        if chosen.reason:
-            rank_zero_info(f"hetero_fsdp: {chosen.reason}")
-        return chosen
-
-    @property
-    def plan_is_given(self) -> bool:
-        """Whether the user gave the plan."""
-        return self._given_plan is not None
-
-    @property
-    def global_batch_size(self) -> int | None:
-        """Samples per training step over all ranks; None before the training loader is known."""
-        return self._loaders.global_batch_size
-
     def restore_global_batch(self, saved: int) -> None:
         """Go on with the global batch size of a checkpoint, unless the user gave another."""
-        if self._loaders.restore_global_batch(saved):
+        if self.loaders.restore_global_batch(saved):
             lightning_adapter.forget_train_dataloader(self._trainer)
 
     @property
     def train_loader(self) -> UnevenLoader | KeptLoader | None:
         """What reads this rank's share of the training batches; None before Lightning has asked for it."""
-        return self._loaders.train
+        return self.loaders.train
 
     def accumulated_batches(self) -> int:
         """Return how many training batches make an optimizer step now."""
@@ -401,7 +345,7 @@ class HeteroFSDPStrategy(CheckpointHooks, FSDPSteps):
             global_batch_size,
             costs,
             self.layout,
-            micro_batches=isinstance(self._loaders.train, UnevenLoader),
+            micro_batches=isinstance(self.loaders.train, UnevenLoader),
         )
         return self.options.in_plan(plan)
 
@@ -409,14 +353,14 @@ class HeteroFSDPStrategy(CheckpointHooks, FSDPSteps):
 
     def on_train_start(self) -> None:
         """Check the loss and measure the ranks on the first samples, and plan."""
-        self._loaders.check_single(lightning_adapter.train_loaders(self._trainer))
+        self._check_single_loader()
         self.instruments.at_step(self._trainer.global_step)
         if lightning_adapter.batches_to_skip(self._trainer):
             self.companions.begin_in_mid_epoch()
         if self.companions.searching:
             self.companions.begin_search()  # of a learning rate; the fit itself comes after it
         else:
-            self._opening.run(self._loaders.train)
+            self._opening.run(self.loaders.train)
         if self.plan is not None and not self.plan_is_given:
             assert self.cluster is not None
             shares = ", ".join(str(share) for share in self.plan.batch_shares)
@@ -424,14 +368,11 @@ class HeteroFSDPStrategy(CheckpointHooks, FSDPSteps):
                 f"hetero_fsdp: {self.cluster.describe()}; batch shares {shares} of {self.plan.global_batch_size}"
             )
         self.rebalancer.begin_fit()
-        self._recorder = StepRecorder()
-        self.instruments.take_busy_s()
-        self.instruments.take_peak_bytes()
+        self._begin_to_count()
 
     def teardown(self) -> None:
         """Take our hooks off the module."""
-        if hasattr(self, "instruments"):
-            self.instruments.close()
+        if hasattr(self, "gradients"):
             self.gradients.close()
         if self._forwards is not None:
             self._forwards.close()

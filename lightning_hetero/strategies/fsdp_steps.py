@@ -4,70 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hetero.collate import MicroBatches
 from lightning_hetero.plan import ShardPlan
 from lightning_hetero.strategies import torch_adapter
-from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.companions import Companions
 from lightning_hetero.strategies.gradients import GradientReduction
-from lightning_hetero.strategies.instruments import Instruments
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.loss_check import cut
 from lightning_hetero.strategies.loss_weight import BatchWeights, LossWeight, parts_of, scaled
 from lightning_hetero.strategies.manual import ManualSteps
 from lightning_hetero.strategies.micro_batches import MicroBatchSteps
 from lightning_hetero.strategies.rebalance import Rebalancer
-from lightning_hetero.strategies.stopping import StopAgreement
-from lightning_hetero.strategies.summary import RankSummary, StepRecorder, print_summary
+from lightning_hetero.strategies.running import RunningStrategy
+from lightning_hetero.strategies.summary import RankSummary, print_summary
 from lightning_hetero.strategies.untouched import untouched
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
-
-class FSDPSteps(HeteroStrategy):
+class FSDPSteps(RunningStrategy):
     """What Lightning calls from the first batch of a fit to its end; set-up and planning are the subclass's."""
 
     plan: ShardPlan | None
-    instruments: Instruments
     gradients: GradientReduction
     rebalancer: Rebalancer
     loss_weight: LossWeight | None
     companions: Companions
     summaries: list[RankSummary]
     flops_per_sample: float | None
-    _loaders: Loaders
+    loaders: Loaders
+    _given_plan: ShardPlan | None
     _micro_batches: MicroBatchSteps
     _manual: ManualSteps
-    _recorder: StepRecorder
-    _summary: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sizes: tuple[int, ...] | None = None
         self._weights: BatchWeights | None = None
-        self._full_steps = (False, False)  # whether the step before and the one at hand have a whole global batch
-        self._batch: Any = None
-        self._accumulates = False  # whether the backward at hand leaves its gradients for later ones
-        self._accumulated = False  # whether the last one did
-        self._stops: StopAgreement | None = None
-
-    @property
-    def _trainer(self) -> Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Replace the user's loader by one that reads this rank's share."""
-        return self._loaders.process(dataloader)
 
     def step_samples(self) -> int:
         """Return this rank's samples in the current step; 0 where it takes part without any."""
@@ -110,12 +87,12 @@ class FSDPSteps(HeteroStrategy):
         """Note what the batch that starts now counts for on all ranks."""
         if not training:
             # they stay after the step: hooks at the batch's end log, too
-            self._sizes = self._loaders.next_eval_sizes()
+            self._sizes = self.loaders.next_eval_sizes()
             self._weights = self._weigh(batch)
             return
         self._micro_batches.forget()
-        self._sizes = self._loaders.next_train_sizes()
-        self._full_steps = (self._full_steps[1], sum(self._sizes) == self._loaders.global_batch_size)
+        self._sizes = self.loaders.next_train_sizes()
+        self._full_steps = (self._full_steps[1], sum(self._sizes) == self.loaders.global_batch_size)
         self._weights = self._weigh(batch)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -130,18 +107,6 @@ class FSDPSteps(HeteroStrategy):
     def mean_of_losses(self, loss: Tensor) -> Tensor:
         """Return the loss of the global batch, from this rank's (a collective)."""
         return self.sum_over_ranks(scaled(loss.detach(), self._loss_factor()).reshape(1))[0]
-
-    def end_batch(self, training: bool) -> None:
-        """Note that the batch at hand has ended, with all of its hooks."""
-        if training and self._stops is not None:
-            self._stops.look(self._trainer, "batch")
-
-    def _stop_agreement(self) -> StopAgreement | None:
-        if self._watch is None or self.world_size == 1:
-            return None
-        # before the others, who wait in a collective, give up
-        timeout_s = self._timeout.total_seconds() / 2
-        return StopAgreement(self._watch.store, self.global_rank, self.world_size, timeout_s, self._watch.first_failure)
 
     @contextmanager
     def _taking_part(self) -> Iterator[None]:
@@ -212,19 +177,7 @@ class FSDPSteps(HeteroStrategy):
 
     def keeps_gradients(self) -> bool:
         """Whether gradients that are there when a step begins may still be wanted: by an accumulation, or by a hook."""
-        module = self.lightning_module
-        return self._accumulated or any(
-            is_overridden(hook, module) for hook in ("optimizer_zero_grad", "on_before_zero_grad")
-        )
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Lightning enters it where gradients accumulate: groups cross at the last batch only."""
-        self._accumulates = True
-        try:
-            yield
-        finally:
-            self._accumulates = False
+        return self._accumulated or self._hooks_keep_gradients()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Run the closure (forward and backward) and the optimizer's step."""
@@ -254,41 +207,26 @@ class FSDPSteps(HeteroStrategy):
         self.begin_batch(training=False)  # predicting logs nothing, so Lightning notes no batch
         return self._eval_step(super().predict_step, *args, **kwargs)
 
-    def on_validation_start(self) -> None:
-        """The time until the next training step is not a step's."""
-        if self._trainer.state.fn == TrainerFn.FITTING and not self._trainer.sanity_checking:
-            self._recorder.pause()
-
     def on_validation_end(self) -> None:
         """Forget what was read ahead; leave the shards where hooks look for parameters."""
-        self._loaders.clear(evaluating=True)
+        self.loaders.clear(evaluating=True)
         assert self.lightning_module is not None
         torch_adapter.reshard(self.lightning_module)
-        if self._stops is not None and self._trainer.state.fn == TrainerFn.FITTING:
-            self._stops.look(self._trainer, "validation after batch")
+        super().on_validation_end()
 
     on_test_end = on_predict_end = on_validation_end
 
     def on_train_end(self) -> None:
         """Say what each rank did."""
-        if self._stops is not None:
-            self._stops.look_at_end(self._trainer)
-        plan = self.plan
-        if plan is None:
+        super().on_train_end()
+        if self.plan is None:
             return
-        step_s, busy_s = self._recorder.medians()
         own = RankSummary(
-            rank=self.global_rank,
-            device=plan.device_types[self.global_rank],
-            samples=plan.batch_shares[self.global_rank],
-            steps=max(0, len(self._recorder.step_s) - 1),
-            step_s=step_s,
-            busy_s=busy_s,
+            **self._measured(),
+            samples=self.plan.batch_shares[self.global_rank],
             flops_per_sample=self.flops_per_sample,
-            peak_bytes=self.instruments.take_peak_bytes(),
-            emulation=self.instruments.report(),
         )
         self._batch = None
         self.summaries = self.gather_objects(own)
         if self._summary and self.is_global_zero:
-            print_summary(self.summaries, plan)
+            print_summary(self.summaries, self.plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -12,11 +13,11 @@ from torch.distributed.tensor import DTensor
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.models.units import Unit
 from lightning_hetero.plan import ShardPlan
-from lightning_hetero.plan.options import hybrid_size
 from lightning_hetero.planner.node_groups import groups_by_links
 from lightning_hetero.simulator.memory import StateBytes
 
 if TYPE_CHECKING:
+    from lightning_hetero.strategies.fsdp import HeteroFSDPStrategy
     from lightning_hetero.strategies.options import ShardingOptions
 
 
@@ -39,25 +40,6 @@ class Layout(NamedTuple):
         return cls(plan.groups, tuple(plan.mode_of(index) for index in range(len(plan.groups))))
 
     @classmethod
-    def named(cls, sharding_strategy: str, world_size: int) -> Layout | None:
-        """Return the groups and their modes that a sharding strategy stands for.
-
-        Args:
-            sharding_strategy: "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", or "HYBRID_k" for groups of k consecutive
-                ranks that shard fully; "auto" for none of them.
-            world_size: number of ranks; k divides it.
-
-        Returns:
-            The layout, or None for "auto".
-        """
-        size = hybrid_size(sharding_strategy)
-        if size is not None:
-            starts = range(0, world_size, size)
-            groups = tuple(tuple(range(start, start + size)) for start in starts)
-            return cls(groups, ("FULL_SHARD",) * len(groups))
-        return None if sharding_strategy == "auto" else cls((tuple(range(world_size)),), (sharding_strategy,))
-
-    @classmethod
     def chosen(cls, module: nn.Module, units: Sequence[Unit], cluster: Cluster, *, reshards: bool) -> Layout:
         """Return a group for each node where the links between nodes are what limits, else one of all ranks.
 
@@ -78,6 +60,31 @@ class Layout(NamedTuple):
         )
         mode = "FULL_SHARD" if reshards else "SHARD_GRAD_OP"
         return cls(choice.groups, (mode,) * len(choice.groups), choice.reason)
+
+
+def find_layout(strategy: HeteroFSDPStrategy, module: nn.Module, units: Sequence[Unit]) -> Layout:
+    """Return who shards with whom: as the plan or the options say, as the module is sharded already, else as chosen.
+
+    Args:
+        strategy: whose ranks (a collective).
+        module: the user's.
+        units: of it.
+    """
+    if strategy.plan is not None and strategy.plan_is_given:
+        return Layout.of_plan(strategy.plan)
+    asked = strategy.options.layout(strategy.world_size)
+    if asked is not None:
+        return asked
+    assert strategy.cluster is not None
+    sharded: list[tuple[int, ...] | None] = strategy.gather_objects(ranks_sharded_over(module, strategy.global_rank))
+    known = {ranks for ranks in sharded if ranks is not None}
+    if None not in sharded:
+        groups = tuple(sorted(known))
+        return Layout(groups, ("FULL_SHARD" if strategy.reshards else "SHARD_GRAD_OP",) * len(groups))
+    chosen = Layout.chosen(module, units, strategy.cluster, reshards=strategy.reshards)
+    if chosen.reason:
+        rank_zero_info(f"hetero_fsdp: {chosen.reason}")
+    return chosen
 
 
 def reshards_after_forward(

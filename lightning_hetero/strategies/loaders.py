@@ -10,14 +10,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_hetero.cluster import Cluster
-from lightning_hetero.data import (
-    UnevenLoader,
-    can_be_split,
-    default_seed,
-    with_batch_sampler,
-)
+from lightning_hetero.data import UnevenLoader, can_be_split, default_seed
 from lightning_hetero.errors import DataError, UnsupportedError
-from lightning_hetero.kept import KeptLoader, SizedKeptLoader
+from lightning_hetero.kept import KeptLoader, SizedKeptLoader, length_of
 from lightning_hetero.plan import ModelKey
 from lightning_hetero.strategies import lightning_adapter
 
@@ -100,7 +95,7 @@ class Loaders:
                     f"{type(loader).__name__} are kept as each rank makes them: set micro_batches to 1 in the plan, or "
                     "use a map-style dataset"
                 )
-            kept = SizedKeptLoader if _length_of(loader) is not None else KeptLoader
+            kept = KeptLoader if length_of(loader) is None else SizedKeptLoader
             loader = kept(loader, announce=announce, agree=agree)
         if not evaluating:
             # what an epoch read ahead and did not use (a limit, a hook that returned -1) is not the next one's
@@ -130,8 +125,7 @@ class Loaders:
             split_at=None if evaluating else strategy.split_at,
         )
         if predicting:
-            tracked = lightning_adapter.with_index_tracking(uneven.uneven, uneven.uneven.has_samples)
-            uneven.loader = with_batch_sampler(uneven.loader, tracked)
+            lightning_adapter.track_indices(uneven)
         return uneven
 
     def _announce_train(self, sizes: tuple[int, ...]) -> None:
@@ -147,14 +141,6 @@ class Loaders:
             "an epoch ends with the rank that has fewest. Make it give each rank other samples."
         )
 
-    def check_single(self, loaders: int) -> None:
-        """Refuse several training loaders: which one's samples would weigh the loss?"""
-        if loaders > 1:
-            raise UnsupportedError(
-                f"hetero_fsdp trains from one DataLoader, got {loaders}: put the datasets together "
-                "(torch.utils.data.StackDataset or ConcatDataset)"
-            )
-
     # -- sizes of the batch at hand ------------------------------------------------------------------------------------
 
     def next_train_sizes(self) -> tuple[int, ...]:
@@ -168,10 +154,3 @@ class Loaders:
     def clear(self, evaluating: bool) -> None:
         """Forget the sizes of batches that were read ahead and not used."""
         (self._eval_sizes if evaluating else self._train_sizes).clear()
-
-
-def _length_of(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None

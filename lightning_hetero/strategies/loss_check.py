@@ -7,7 +7,7 @@ contrastive losses and class-weighted means are not, and nothing else would tell
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,8 +35,9 @@ def cut(value: Any, samples: int, start: int, stop: int) -> Any:
     """Return samples ``start`` to ``stop`` of what holds so many ``samples``."""
     if isinstance(value, Tensor):
         return value[start:stop] if value.ndim and value.shape[0] == samples else value
-    if isinstance(value, dict):
-        return type(value)({key: cut(item, samples, start, stop) for key, item in value.items()})
+    if isinstance(value, Mapping):
+        make: Any = type(value)  # such as the dict of its own that a tokenizer returns
+        return make({key: cut(item, samples, start, stop) for key, item in value.items()})
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(cut(item, samples, start, stop) for item in value))
     if isinstance(value, list | tuple):

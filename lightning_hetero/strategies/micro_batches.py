@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_hetero.collate import MicroBatches
 from lightning_hetero.plan import even_parts
-from lightning_hetero.strategies import lightning_adapter
+from lightning_hetero.strategies import results_adapter
 from lightning_hetero.strategies.loss_weight import scaled
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class MicroBatchSteps:
         output = None
         try:
             for self.index, batch in enumerate(batches):
-                lightning_adapter.put_micro_batch(trainer, batch)
+                results_adapter.put_micro_batch(trainer, batch)
                 is_last = self.index == len(batches) - 1
                 if is_last:
                     earlier.exchange()
@@ -75,7 +75,7 @@ class MicroBatchSteps:
                 if not is_last and losses[-1] is not None:
                     strategy.early_backward(losses[-1], batch)
         finally:
-            lightning_adapter.put_micro_batch(trainer, batches)
+            results_adapter.put_micro_batch(trainer, batches)
         self._earlier = earlier
         weights = strategy.batch_weights()
         return with_mean_loss(output, losses, self._sizes if weights is None else weights.parts)

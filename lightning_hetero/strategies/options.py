@@ -124,7 +124,7 @@ class ShardingOptions:
                 f"reshard_after_forward={reshard}, but the plan says {' and '.join(dict.fromkeys(how))}: leave it out"
             )
         if self.sharding_strategy is not None:
-            problems += self._layout_problems(self.sharding_strategy, plan, how)
+            problems += self._layout_problems(plan, how)
         mine = self.activation_checkpointing
         if mine is not None and plan.activation_checkpointing:
             theirs = [plan.checkpoints(rank) for rank in range(plan.world_size)]
@@ -134,23 +134,22 @@ class ShardingOptions:
                 )
         return problems
 
-    def _layout_problems(self, sharding_strategy: str, plan: ShardPlan, how: Sequence[str]) -> list[str]:
-        size = hybrid_size(sharding_strategy)
+    def _layout_problems(self, plan: ShardPlan, how: Sequence[str]) -> list[str]:
+        size = hybrid_size(self.sharding_strategy)
         if size is not None and plan.world_size % size:
             return []  # rank_problems says so
-        asked = Layout.named(sharding_strategy, plan.world_size)
+        asked = self.layout(plan.world_size)
         assert asked is not None
         mine = replicas_of(asked.groups, asked.modes)
         theirs = replicas_of(plan.groups, how)
-        modes = set(how)
-        if size is not None:
-            modes -= {"SHARD_GRAD_OP"}  # a group may keep its parameters, and still be a group
-        alike = all(len(replica) == 1 for replica in mine) or modes <= set(asked.modes)
+        # a group may keep its parameters, and still be a group
+        fit = set(asked.modes) if size is None else {"FULL_SHARD", "SHARD_GRAD_OP"}
+        alike = all(len(replica) == 1 for replica in mine) or set(how) <= fit
         if sorted(mine) == sorted(theirs) and alike:
             return []
         shown = ", ".join(f"{list(group)} {mode}" for group, mode in zip(plan.groups[:4], how, strict=False))
         more = ", ..." if len(plan.groups) > 4 else ""
-        return [f"sharding_strategy={sharding_strategy!r}, but the plan's groups are {shown}{more}: leave it out"]
+        return [f"sharding_strategy={self.sharding_strategy!r}, but the plan's groups are {shown}{more}: leave it out"]
 
     # -- what is meant -------------------------------------------------------------------------------------------------
 
@@ -169,11 +168,19 @@ class ShardingOptions:
         return replace(plan, options=self.given(), activation_checkpointing=per_rank)
 
     def layout(self, world_size: int) -> Layout | None:
-        """Return the groups and their modes that were asked for by name; None leaves them to the plan."""
-        asked = Layout.named(self.sharding_strategy or "auto", world_size)
-        if asked is not None and hybrid_size(self.sharding_strategy) and self.reshard_after_forward is False:
-            return Layout(asked.groups, ("SHARD_GRAD_OP",) * len(asked.groups))
-        return asked
+        """Return the groups and their modes that were asked for by name; None leaves them to the plan.
+
+        Args:
+            world_size: number of ranks; the k of "HYBRID_k" divides it.
+        """
+        name, size = self.sharding_strategy, hybrid_size(self.sharding_strategy)
+        if name is None:
+            return None
+        if size is None:
+            return Layout((tuple(range(world_size)),), (name,))
+        groups = tuple(tuple(range(start, start + size)) for start in range(0, world_size, size))
+        mode = "SHARD_GRAD_OP" if self.reshard_after_forward is False else "FULL_SHARD"
+        return Layout(groups, (mode,) * len(groups))
 
     @property
     def reshards(self) -> bool | None:

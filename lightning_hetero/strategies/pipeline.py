@@ -13,26 +13,23 @@ import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_hetero.callbacks.emulated_devices import EmulatedDevices
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import ModelCosts
 from lightning_hetero.errors import HeteroError, UnsupportedError, raise_all
 from lightning_hetero.models.units import Unit, find_units
 from lightning_hetero.plan import ModelKey, PipelinePlan
-from lightning_hetero.strategies import lightning_adapter
-from lightning_hetero.strategies.arguments import read_costs
-from lightning_hetero.strategies.instruments import Instruments
+from lightning_hetero.strategies import lightning_adapter, results_adapter
+from lightning_hetero.strategies.arguments import read_costs, read_plan
 from lightning_hetero.strategies.loss_weight import LossWeight, loss_weight_problems
 from lightning_hetero.strategies.pipe import planning
-from lightning_hetero.strategies.pipe.arguments import pipeline_problems, read_plan, refused_callbacks
+from lightning_hetero.strategies.pipe.arguments import PipelineOptions, pipeline_problems, refused_callbacks
 from lightning_hetero.strategies.pipe.assembly import Assembly
 from lightning_hetero.strategies.pipe.checkpoints import PipeCheckpoints
 from lightning_hetero.strategies.pipe.loaders import PipeLoaders
-from lightning_hetero.strategies.pipe.placement import Placement, move, size_of
+from lightning_hetero.strategies.pipe.placement import move, size_of
 from lightning_hetero.strategies.pipe.splitting import Splitting
 from lightning_hetero.strategies.pipe.strategy_steps import PipeSteps
 from lightning_hetero.strategies.scaler import share_scaler
-from lightning_hetero.strategies.summary import StepRecorder
 
 _PLACED = "_hetero_pipe_placed_by"
 
@@ -95,7 +92,7 @@ class HeteroPipelineStrategy(PipeSteps):
         **kwargs: Any,
     ) -> None:
         super().__init__(cluster, timeout=timeout, **kwargs)
-        self.options = planning.PipelineOptions(
+        self.options = PipelineOptions(
             micro_batch_size, schedule, pipelines, activation_checkpointing, given=plan != "auto"
         )
         raise_all(
@@ -103,18 +100,17 @@ class HeteroPipelineStrategy(PipeSteps):
             "hetero_pipe cannot take these arguments",
             [*pipeline_problems(self.options, module, global_batch_size), *loss_weight_problems(loss_weight)],
         )
-        self._given_plan = None if plan == "auto" else read_plan(plan)
+        self._given_plan = None if plan == "auto" else read_plan(plan, PipelinePlan)
         self.plan: PipelinePlan | None = self._given_plan
         self._module_name = module
         self.costs = read_costs(costs)
         self.unit_costs: ModelCosts | None = None
         """what the plan was made from, unit by unit of the chain"""
-        self._splitting: Splitting | None = None
-        self._basis: planning.Basis | None = None
+        self._splitting: Splitting | None = None  # that a plan was asked for beforehand
         self._users_loss_weight = loss_weight
         self._summary = summary
         self.loaders = PipeLoaders(self, global_batch_size)
-        self._checkpoints: PipeCheckpoints = PipeCheckpoints(self, weights_only)  # type: ignore[assignment]
+        self._checkpoints = PipeCheckpoints(self, weights_only)
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
@@ -142,39 +138,27 @@ class HeteroPipelineStrategy(PipeSteps):
                 "training_step that stages in the middle never run. Set automatic_optimization = True, or use "
                 "hetero_fsdp"
             )
-        if self.cluster is None:
-            self.cluster = self.broadcast(Cluster.discover())
-        self._refuse_double_emulation(trainer)
+        self._know_cluster()
         self.loss_weight = LossWeight.of_user(self._users_loss_weight, module, self.global_rank)
-        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            loop.inference_mode = False  # what it makes cannot take part in a later training step
+        self._evaluate_without_inference_mode(trainer)
         if self._assembly is None or self._assembly.placement.root is not module:
             self._assemble(trainer, module)
         else:
             self.model = module
-        lightning_adapter.weigh_logged_values(trainer, self, training=False)
+        self._attach_instruments(module)  # teardown took them off
+        results_adapter.weigh_logged_values(trainer, self, training=False)
         if fitting:
             self.setup_optimizers(trainer)
             lightning_adapter.clip_norms_by(self.precision_plugin, self._clip)
         share_scaler(self.precision_plugin, self.root_device)
         self.setup_precision_plugin()
 
-    def _refuse_double_emulation(self, trainer: Any) -> None:
-        assert self.cluster is not None
-        if self.cluster.emulate and any(isinstance(c, EmulatedDevices) for c in trainer.callbacks):
-            raise UnsupportedError(
-                f"cluster {self.cluster.name!r} is emulated by the strategy already: leave the EmulatedDevices "
-                "callback out, or the devices would be slowed twice"
-            )
-
     def find_basis(self, trainer: pl.Trainer, module: pl.LightningModule) -> planning.Basis:
         """Measure what a plan is made from, and keep it for the plan (a collective); ``hetero_auto`` asks first."""
-        if self.cluster is None:
-            self.cluster = self.broadcast(Cluster.discover())
+        self._know_cluster()
         self.precision_plugin.convert_module(module)  # in place
         self._splitting = Splitting(self, trainer, module, self._module_name)
-        self._basis = planning.find_basis(self, trainer, self._splitting.placement)
-        return self._basis
+        return self._splitting.basis()
 
     def _assemble(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Plan, and keep what the plan gives this rank."""
@@ -185,14 +169,13 @@ class HeteroPipelineStrategy(PipeSteps):
                 "Build it anew and load a checkpoint, or go on with the same Trainer"
             )
         self.model = self.precision_plugin.convert_module(module)
-        splitting = self._splitting or Splitting(self, trainer, module, self._module_name)
+        splitting, self._splitting = self._splitting or Splitting(self, trainer, module, self._module_name), None
         self._model_key = ModelKey(type(module).__name__, size_of(splitting.placement.model))
         if self._given_plan is None:
-            basis = self._basis or planning.find_basis(self, trainer, splitting.placement)
+            basis = splitting.basis()
             self.unit_costs = basis.costs
             self.plan = planning.make_plan(self, basis)
-            said = f"hetero_pipe: {self.cluster.describe()}; {planning.describe(self.plan)}"
-            rank_zero_info(said)
+            rank_zero_info(f"hetero_pipe: {self.cluster.describe()}; {planning.describe(self.plan)}")
         assert self.plan is not None
         self.plan.validate(cluster=self.cluster, model=self._model_key)
         self.loaders.use_plan(self.plan)
@@ -203,7 +186,6 @@ class HeteroPipelineStrategy(PipeSteps):
         )
         move(module, self.root_device)
         self._roles_and_log(module, placement)
-        self._attach_instruments(module, placement)
         self._join_metrics(module)
 
     def model_to_device(self) -> None:
@@ -217,10 +199,8 @@ class HeteroPipelineStrategy(PipeSteps):
             return None
         return dist.new_group(sorted(ranks), timeout=self._timeout, backend=backend)
 
-    def _attach_instruments(self, module: pl.LightningModule, placement: Placement) -> None:
-        assert self.cluster is not None
-        assert self._assembly is not None
-        prefix = f"{placement.prefix}."
+    def _attach_instruments(self, module: pl.LightningModule) -> None:
+        prefix = f"{self.assembly.placement.prefix}."
         known = {cost.name for cost in self.costs.units} if self.costs is not None else set()
         units = []
         for unit in find_units(module):
@@ -232,28 +212,8 @@ class HeteroPipelineStrategy(PipeSteps):
             if known and unit.name not in known and not unit.name.startswith(prefix):
                 continue  # outside the split model: no costs
             units.append(unit)
-        recomputed = {unit.name for unit in units} if self._assembly.recomputes else set()
-        emulated = self.cluster.devices[self.global_rank] if self.cluster.emulate else None
-        self.instruments = Instruments(
-            module,
-            units,
-            self.root_device,
-            self.global_rank,
-            emulated=emulated,
-            costs=self.costs,
-            recomputed=recomputed,
-            halves=self._assembly.plan.schedule == "zero_bubble",
-        )
-
-    @property
-    def plan_is_given(self) -> bool:
-        """Whether the user gave the plan."""
-        return self._given_plan is not None
-
-    @property
-    def global_batch_size(self) -> int | None:  # type: ignore[override]
-        """Samples per training step over all ranks; None before the training loader is known."""
-        return self.loaders.global_batch_size
+        recomputed = {unit.name for unit in units} if self.assembly.recomputes else set()
+        self._put_up_instruments(module, units, recomputed, halves=self.assembly.plan.schedule == "zero_bubble")
 
     def restore_global_batch(self, saved: int) -> None:
         """Tell of a checkpoint with another global batch; the plan was made for this run's."""
@@ -263,27 +223,15 @@ class HeteroPipelineStrategy(PipeSteps):
                 f"{self.global_batch_size}"
             )
 
-    def process_dataloader(self, dataloader: object) -> object:
-        """Replace the user's loader by one that reads each pipeline's share once."""
-        return self.loaders.process(dataloader)
-
     # -- a fit ---------------------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
         """Begin to count."""
-        self.loaders.check_single(lightning_adapter.train_loaders(self._trainer))
+        self._check_single_loader()
         self.loaders.skip(lightning_adapter.batches_to_skip(self._trainer), self._trainer.current_epoch)
         self.instruments.count(self.optimizers)
         self.instruments.at_step(self._trainer.global_step)
-        self._recorder = StepRecorder()
-        self.instruments.take_busy_s()
-        self.instruments.take_peak_bytes()
-
-    def teardown(self) -> None:
-        """Take our hooks off the module."""
-        if hasattr(self, "instruments"):
-            self.instruments.close()
-        super().teardown()
+        self._begin_to_count()
 
     def _clip(self, parameters: list[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
         """Clip by the norm over all stages, which every rank finds alike."""

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_hetero.errors import UnsupportedError, raise_all
 from lightning_hetero.models.units import Unit
+from lightning_hetero.strategies.first_values import materialise, take_from_rank_0
 from lightning_hetero.strategies.groups import ShardGroups
 from lightning_hetero.strategies.options import ShardingOptions
 
@@ -198,35 +198,15 @@ class _Broadcast:
         self.device = device
 
     def from_rank_0(self, module: nn.Module) -> None:
-        self._materialise(module)
+        for name, child in module.named_modules():
+            materialise(name, child, self.device)
         for tensor in self._pending(module):
-            if dist.get_world_size() > 1:
-                # NCCL takes nothing that is on the CPU still
-                value = tensor.detach()
-                sent = value.to(self.device)
-                dist.broadcast(sent, src=0)
-                if sent is not value:
-                    value.copy_(sent)
+            take_from_rank_0(tensor, self.device)
 
     def _pending(self, module: nn.Module) -> Iterator[Tensor]:
         for tensor in [*module.parameters(), *module.buffers()]:
             if not _is_sharded(tensor):
                 yield tensor
-
-    def _materialise(self, module: nn.Module) -> None:
-        """Give modules on the meta device memory and initial values, as Lightning's ModelParallelStrategy does."""
-        for name, child in module.named_modules():
-            own = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
-            if not any(tensor.is_meta for tensor in own):
-                continue
-            reset = getattr(child, "reset_parameters", None)
-            if not callable(reset):
-                raise UnsupportedError(
-                    f"{name or type(module).__name__} ({type(child).__name__}) was made on the meta device and has no "
-                    "reset_parameters() to give it values: add one, or build it on a real device"
-                )
-            child.to_empty(device=self.device, recurse=False)
-            reset()
 
 
 def parameters_within(module: nn.Module) -> set[nn.Parameter]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_hetero.models.chain import ChainUnit, UnitChain, Values
 from lightning_hetero.models.chains.recognition import (
+    image_values,
     known_classes,
     modules_present,
-    refuse_arguments,
     refuse_overrides,
     tensors_present,
 )
@@ -63,7 +63,7 @@ def eva_chain(model: nn.Module) -> UnitChain | None:
     norm = ChainUnit("norm", ("norm",), partial(_norm, model))
     head = ChainUnit("head", modules_present(model, _HEAD_MODULES), partial(_head, model))
     return UnitChain(
-        (embed, *blocks, norm, head), begin=partial(_begin, model), end=_end, inputs=("image", "attn_mask")
+        (embed, *blocks, norm, head), begin=partial(image_values, model), end=_end, inputs=("image", "attn_mask")
     )
 
 
@@ -72,12 +72,6 @@ def _rope_names(model: Any) -> list[str]:
     if model.rope is not None and getattr(model, "rope_mixed", False):
         return [f"rope.{index}" for index in range(len(model.blocks))]
     return ["rope"] * len(model.blocks)
-
-
-def _begin(model: nn.Module, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Values:
-    if is_causal:
-        refuse_arguments(model, {"is_causal": is_causal}, {"is_causal": "give a causal attn_mask"})
-    return {"image": x, "attn_mask": attn_mask}
 
 
 def _embed(model: Any, values: Values) -> Values:

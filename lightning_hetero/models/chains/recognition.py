@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_hetero.errors import UnsupportedError, raise_all
+from lightning_hetero.models.chain import Values
 
 PROTOCOL = (
     "give the model a method unit_chain(self) that returns a UnitChain (lightning_hetero/models/chain.py shows how)"
@@ -69,6 +70,23 @@ def refuse_arguments(model: nn.Module, arguments: Mapping[str, Any], advice: Map
         for name, value in arguments.items()
     ]
     raise_all(UnsupportedError, f"{type(model).__name__} was called with what its unit chain cannot do", problems)
+
+
+def image_values(model: nn.Module, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Values:
+    """With what the chain of a timm transformer over images begins: "image" and "attn_mask".
+
+    Args:
+        model: whose forward takes the other arguments.
+        x: the images.
+        attn_mask: of all blocks.
+        is_causal: what a chain cannot do.
+
+    Raises:
+        UnsupportedError: if ``is_causal`` is true.
+    """
+    if is_causal:
+        refuse_arguments(model, {"is_causal": is_causal}, {"is_causal": "give a causal attn_mask"})
+    return {"image": x, "attn_mask": attn_mask}
 
 
 def modules_present(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:

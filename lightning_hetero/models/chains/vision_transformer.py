@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_hetero.models.chain import ChainUnit, UnitChain, Values
 from lightning_hetero.models.chains.recognition import (
+    image_values,
     known_classes,
     modules_present,
-    refuse_arguments,
     refuse_overrides,
     tensors_present,
 )
@@ -62,17 +62,11 @@ def vision_transformer_chain(model: nn.Module) -> UnitChain | None:
     )
     return UnitChain(
         (embed, *blocks, norm, head),
-        begin=partial(_begin, model),
+        begin=partial(image_values, model),
         end=_end,
         inputs=("image", "attn_mask"),
         outputs=("logits", "logits_dist"),
     )
-
-
-def _begin(model: nn.Module, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Values:
-    if is_causal:
-        refuse_arguments(model, {"is_causal": is_causal}, {"is_causal": "give a causal attn_mask"})
-    return {"image": x, "attn_mask": attn_mask}
 
 
 def _embed(model: Any, values: Values) -> Values:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder
 
-from lightning_hetero.errors import PlanError
-from lightning_hetero.plan import PipelinePlan
 from lightning_hetero.schedule import SCHEDULES
 from lightning_hetero.strategies.callback_adapter import AVERAGING
 from lightning_hetero.strategies.companions import callback_problem
@@ -86,15 +83,6 @@ def refused_callbacks(callbacks: Iterable[pl.Callback]) -> list[str]:
         if problem:
             problems.append(f"{type(callback).__name__}: {problem}")
     return problems
-
-
-def read_plan(plan: str | Path | PipelinePlan) -> PipelinePlan:
-    """The plan that a user gave, as an object or as the path of one."""
-    if isinstance(plan, PipelinePlan):
-        return plan
-    if not isinstance(plan, str | Path):
-        raise PlanError(f"plan={plan!r} is a {type(plan).__name__}: pass 'auto', a PipelinePlan or the path of one")
-    return PipelinePlan.load(plan)
 
 
 def _is_whole(value: Any) -> bool:

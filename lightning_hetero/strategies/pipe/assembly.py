@@ -12,7 +12,7 @@ from lightning_hetero.errors import PlanError
 from lightning_hetero.plan import Pipeline, PipelinePlan
 from lightning_hetero.schedule import Schedule
 from lightning_hetero.strategies.pipe.gradients import OwnedGradients, ownership_of
-from lightning_hetero.strategies.pipe.loading import Hand
+from lightning_hetero.strategies.pipe.hand import Hand
 from lightning_hetero.strategies.pipe.mail import Mail
 from lightning_hetero.strategies.pipe.placement import Placement, unit_with
 from lightning_hetero.strategies.pipe.reading import Reader

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins import CheckpointIO
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -18,17 +16,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
 from lightning_hetero import checkpoint as state_io
-from lightning_hetero import swap
-from lightning_hetero.errors import HeteroError
-from lightning_hetero.strategies import lightning_adapter
-from lightning_hetero.strategies.checkpoints import STATE_KEY, AtomicCheckpointIO
+from lightning_hetero.strategies.checkpoints import Checkpoints
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.pipeline import HeteroPipelineStrategy
 
 
-class PipeCheckpoints:
-    """Saves and loads for a strategy.
+class PipeCheckpoints(Checkpoints):
+    """Those of hetero_pipe: one file as one device would write it; read from hetero_fsdp's folders, too.
 
     What rank 0 has not is sent to it tensor by tensor; each rank reads the file by memory map and takes its own.
 
@@ -37,16 +32,11 @@ class PipeCheckpoints:
         weights_only: as for ``torch.load``.
     """
 
-    def __init__(self, strategy: HeteroPipelineStrategy, weights_only: bool | None) -> None:
-        self._strategy = strategy
-        self._weights_only = weights_only
-        self.default_io: CheckpointIO = AtomicCheckpointIO()
+    _strategy: HeteroPipelineStrategy
 
     def model_state(self) -> dict[str, Any]:
         """Return the whole model on rank 0, nothing elsewhere (a collective)."""
-        module = self._strategy.lightning_module
-        assert module is not None
-        state = module.state_dict()
+        state = self._module.state_dict()
         owners = self._owners()
         found = {name: self._whole(value, owners.get(name) or (0,)) for name, value in state.items()}
         return found if self._strategy.is_global_zero else {}
@@ -98,54 +88,27 @@ class PipeCheckpoints:
         return None
 
     def _names(self) -> dict[int, str]:
-        module = self._strategy.lightning_module
-        assert module is not None
-        return {id(parameter): name for name, parameter in module.named_parameters()}
+        return {id(parameter): name for name, parameter in self._module.named_parameters()}
 
-    def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None) -> None:
-        """Write a checkpoint (all ranks call this)."""
-        strategy = self._strategy
-        path = strategy.broadcast(path)
-        lightning_adapter.drop_loader_states(checkpoint)
-        checkpoint[STATE_KEY] = {"global_batch_size": strategy.global_batch_size, "batch_shares": None}
-        if strategy.is_global_zero:
-            strategy.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+    def _run_state(self) -> dict[str, Any]:
+        return {"global_batch_size": self._strategy.global_batch_size, "batch_shares": None}
 
-    def load(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        """Read a checkpoint of one file, or hetero_fsdp's folder; every rank reads it and takes its own later."""
-        strategy = self._strategy
-        path = strategy.broadcast(path)
-        if "://" not in str(path):
-            path = swap.find(Path(path))
-        weights_only = weights_only if weights_only is not None else self._weights_only
-        assert strategy.lightning_module is not None
-        try:
-            if state_io.is_sharded(Path(path)):
-                state = read_folder(Path(path), strategy.lightning_module, weights_only)
-            else:
-                state = strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-        except pickle.UnpicklingError as error:
-            raise HeteroError(
-                f"checkpoint {path} holds more than tensors and plain values. If you trust it, pass "
-                f"weights_only=False to the strategy (Lightning does not hand fit's on). torch says: {error}"
-            ) from error
-        saved = state.get(STATE_KEY)
-        if isinstance(saved, Mapping) and saved.get("global_batch_size"):
-            strategy.restore_global_batch(int(saved["global_batch_size"]))
-        return state
+    def _restore_run(self, saved: dict[str, Any]) -> None:
+        self._strategy.restore_global_batch(int(saved["global_batch_size"]))
+
+    def _read_folder(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
+        return read_folder(path, self._module, weights_only)
 
     def load_model(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Give each rank the values of its units."""
-        module = self._strategy.lightning_module
-        assert module is not None
-        own = module.state_dict()
+        own = self._module.state_dict()
         state = {
             name: torch.empty_like(value, device="meta")
             if isinstance(value, Tensor) and isinstance(own.get(name), Tensor) and own[name].is_meta
             else value
             for name, value in checkpoint["state_dict"].items()
         }
-        module.load_state_dict(state, strict=strict)
+        self._module.load_state_dict(state, strict=strict)
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         """Give each rank the states of its parameters."""

@@ -4,36 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lightning_hetero.data import batch_size_of, default_seed
 from lightning_hetero.plan import PipelinePlan, even_parts
-from lightning_hetero.strategies.base import HeteroStrategy
-from lightning_hetero.strategies.checkpoint_hooks import CheckpointHooks
-from lightning_hetero.strategies.instruments import Instruments
 from lightning_hetero.strategies.loss_check import cut
 from lightning_hetero.strategies.loss_weight import BatchWeights
 from lightning_hetero.strategies.pipe.assembly import Assembly
 from lightning_hetero.strategies.pipe.loaders import PipeLoaders
-from lightning_hetero.strategies.pipe.loading import shapes_of
 from lightning_hetero.strategies.pipe.logs import StepLog
+from lightning_hetero.strategies.pipe.nested import shapes_of
 from lightning_hetero.strategies.pipe.randomness import Draws
 from lightning_hetero.strategies.pipe.roles import Roles, alone
 from lightning_hetero.strategies.pipe.steps import EvaluationWork, can_be_joined, join_outputs
+from lightning_hetero.strategies.running import RunningStrategy
 from lightning_hetero.strategies.untouched import same_random_states, untouched
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
-
-class PipeEvaluation(CheckpointHooks, HeteroStrategy):
+class PipeEvaluation(RunningStrategy):
     """What Lightning calls to validate, test and predict; training, set-up and planning are the subclasses'."""
 
     plan: PipelinePlan | None
-    instruments: Instruments
     loaders: PipeLoaders
+    _given_plan: PipelinePlan | None
     _roles: Roles
     _log: StepLog
 
@@ -51,11 +46,6 @@ class PipeEvaluation(CheckpointHooks, HeteroStrategy):
         """The part of the plan that is this rank's; there from set-up on."""
         assert self._assembly is not None
         return self._assembly
-
-    @property
-    def _trainer(self) -> Trainer:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -98,9 +88,6 @@ class PipeEvaluation(CheckpointHooks, HeteroStrategy):
         if given is not None:
             return given if self.assembly.is_last else 0
         return self._loop_samples
-
-    def end_batch(self, training: bool) -> None:
-        """Nothing is kept of it."""
 
     # -- evaluation ----------------------------------------------------------------------------------------------------
 
@@ -194,6 +181,7 @@ class PipeEvaluation(CheckpointHooks, HeteroStrategy):
 
     def on_validation_start(self) -> None:
         """Count samples anew."""
+        super().on_validation_start()
         self._loop_samples = 0
 
     on_test_start = on_validation_start
@@ -201,5 +189,6 @@ class PipeEvaluation(CheckpointHooks, HeteroStrategy):
     def on_validation_end(self) -> None:
         """Forget the sizes of batches that were read ahead and not used."""
         self.loaders.eval_sizes.clear()
+        super().on_validation_end()
 
     on_test_end = on_predict_end = on_validation_end

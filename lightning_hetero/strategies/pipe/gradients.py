@@ -15,6 +15,7 @@ what is outside the split model and on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,14 +25,36 @@ from torch import Tensor, nn
 from lightning_hetero.ownership import Ownership, Slice
 
 
+@dataclass
+class _Shared:
+    """Parameters that the same ranks own.
+
+    Args:
+        group: of the owners.
+        names: of the parameters.
+        stages: this rank's that run a backward of them; None where one is outside of all stages, so that no stage's end
+            says that they are complete.
+        open_stages: of these, those that have not run their last backward of the step.
+        is_begun: whether their sum over the owners has begun in this step.
+    """
+
+    group: Any
+    names: list[str]
+    stages: frozenset[int] | None
+    open_stages: set[int] = field(default_factory=set)
+    is_begun: bool = False
+
+    def begin_step(self) -> None:
+        self.open_stages, self.is_begun = set(self.stages or ()), False
+
+
 class OwnedGradients:
     """The gradients of one rank.
 
     Args:
         parameters: of this rank, by name; in the same order on all ranks, as far as they have them.
         ownership: of all ranks.
-        stage_of: this rank's last stage (the one that runs its last backward first) of each parameter; those outside
-            the model have none.
+        stages_of: this rank's stages that run a backward of each parameter; those outside the model have none.
         rank: this rank.
         make_group: from ascending ranks to a process group; called on all ranks in the same order.
     """
@@ -45,26 +68,19 @@ class OwnedGradients:
         make_group: Callable[[Sequence[int]], Any],
     ) -> None:
         self._parameters = dict(parameters)
-        self._rank = rank
-        self._groups = {owners: make_group(owners) for owners in ownership.owner_sets}
-        self._shared: dict[tuple[int, ...], list[str]] = {}
+        groups = {owners: make_group(owners) for owners in ownership.owner_sets}
+        shared: dict[tuple[int, ...], list[str]] = {}
         for name in self._parameters:
             pieces = ownership.of_rank(rank, name)
             if pieces:
-                self._shared.setdefault(pieces[0].owners, []).append(name)
+                shared.setdefault(pieces[0].owners, []).append(name)
+        self._shared = [
+            _Shared(groups[owners], names, _stages(names, stages_of)) for owners, names in sorted(shared.items())
+        ]
         self._counted = [name for name in self._parameters if _first_owner(ownership, name) == rank]
-        self._waits_for = {
-            owners: frozenset().union(*(stages_of.get(name, frozenset()) for name in names))
-            for owners, names in self._shared.items()
-        }
-        self._without_stage = {
-            owners for owners, names in self._shared.items() if any(not stages_of.get(name) for name in names)
-        }
         self._aside: dict[str, Tensor] = {}
         self._taken: dict[str, Tensor] = {}
         self._works: list[tuple[Any, Tensor, list[str]]] = []
-        self._begun: set[tuple[int, ...]] = set()
-        self._done_stages: set[int] = set()
         self.ranks_with_gradient: dict[str, int] = {}
         """of the parameters that were summed over owners: on how many of them there was a gradient, the last time"""
 
@@ -78,23 +94,23 @@ class OwnedGradients:
         """
         self._aside = {n: p.grad for n, p in self._parameters.items() if keep and p.grad is not None}
         self._taken, self._works = {}, []
-        self._begun, self._done_stages = set(), set()
+        for each in self._shared:
+            each.begin_step()
         for parameter in self._parameters.values():
             parameter.grad = None
 
     def stage_is_done(self, stage: int) -> None:
         """Begin to sum what no later backward of this step adds to (not waited for)."""
-        self._done_stages.add(stage)
-        for owners in sorted(self._shared):
-            ready = owners not in self._begun and owners not in self._without_stage
-            if ready and self._waits_for[owners] <= self._done_stages:
-                self._begin_sum(owners)
+        for each in self._shared:
+            each.open_stages.discard(stage)
+            if not (each.is_begun or each.stages is None or each.open_stages):
+                self._begin_sum(each)
 
-    def _begin_sum(self, owners: tuple[int, ...]) -> None:
-        self._begun.add(owners)
-        trained = [name for name in self._shared[owners] if self._parameters[name].requires_grad]
+    def _begin_sum(self, shared: _Shared) -> None:
+        shared.is_begun = True
+        trained = [name for name in shared.names if self._parameters[name].requires_grad]
         gradients = {name: self._parameters[name].grad for name in trained}
-        self._works += _sums(gradients, self._parameters, self._groups[owners])
+        self._works += _sums(gradients, self._parameters, shared.group)
 
     def take(self, *, summed: bool) -> None:
         """Take the schedule's gradients off the parameters; put back what was set aside.
@@ -103,9 +119,9 @@ class OwnedGradients:
             summed: whether they are summed over owners now; else :meth:`release` does it, with what has accumulated.
         """
         if summed:
-            for owners in sorted(self._shared):
-                if owners not in self._begun:
-                    self._begin_sum(owners)
+            for each in self._shared:
+                if not each.is_begun:
+                    self._begin_sum(each)
             self._finish_sums()
         self._taken = {n: p.grad for n, p in self._parameters.items() if p.grad is not None}
         for name, parameter in self._parameters.items():
@@ -130,8 +146,8 @@ class OwnedGradients:
                 parameter.grad = scaled if parameter.grad is None else parameter.grad.add_(scaled)
         self._taken = {}
         if sum_now:
-            for owners in sorted(self._shared):
-                self._begin_sum(owners)
+            for each in self._shared:
+                self._begin_sum(each)
             self._finish_sums()
 
     def _finish_sums(self) -> None:
@@ -147,6 +163,12 @@ class OwnedGradients:
         own = [self._parameters[name] for name in self._counted]
         squares = [gradients[p].detach().double().square().sum() for p in own if p in gradients]
         return torch.stack(squares).sum().to(device) if squares else torch.zeros((), dtype=torch.float64, device=device)
+
+
+def _stages(names: Sequence[str], stages_of: Mapping[str, frozenset[int]]) -> frozenset[int] | None:
+    """Stages of some parameters; None where one has none."""
+    stages = [stages_of.get(name) or None for name in names]
+    return None if None in stages else frozenset().union(*(each for each in stages if each))
 
 
 def _first_owner(ownership: Ownership, name: str) -> int:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, cast
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_hetero.data import UnevenLoader, batch_size_of, can_be_split, default_seed, with_batch_sampler
-from lightning_hetero.errors import DataError, UnsupportedError
+from lightning_hetero.data import UnevenLoader, batch_size_of, can_be_split, default_seed
+from lightning_hetero.errors import DataError
+from lightning_hetero.kept import UsersBatches, length_of
 from lightning_hetero.plan import PipelinePlan, even_parts
 from lightning_hetero.strategies import lightning_adapter
 from lightning_hetero.strategies.loaders import EVAL_STAGES
-from lightning_hetero.strategies.pipe.loading import cut_whole
+from lightning_hetero.strategies.pipe.nested import cut_whole
 from lightning_hetero.strategies.pipe.reading import Reader
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ class PipeLoaders:
         self._asked = global_batch_size
         self.global_batch_size = global_batch_size
         self.train: UnevenLoader | WholeBatches | None = None
-        self._made: list[UnevenLoader] = []
         self._plan: PipelinePlan | None = None
         self._made_for_evaluation = False  # without knowing what global batch a fit has
         self.train_sizes: deque[tuple[int, ...]] = deque()
@@ -72,7 +72,8 @@ class PipeLoaders:
         if can_be_split(loader) and not lightning_adapter.users_samplers_kept(trainer):
             made = self._split(loader, evaluating, announce, predicting=trainer.predicting)
         else:
-            made = _whole_batches(loader)(self, loader, announce, training=not evaluating)
+            whole = WholeBatches if length_of(loader) is None else SizedWholeBatches
+            made = whole(self, loader, announce, training=not evaluating)
         if not evaluating:
             made.on_start = self.train_sizes.clear
             self.train = made
@@ -103,8 +104,7 @@ class PipeLoaders:
         sampler = made.uneven
         made.on_iteration = lambda: setattr(sampler, "rank", strategy.pipeline_index())
         if predicting:
-            tracked = lightning_adapter.with_index_tracking(sampler, sampler.has_samples)
-            made.loader = with_batch_sampler(made.loader, tracked)
+            lightning_adapter.track_indices(made)
         return made
 
     def _shares(self, samples: int) -> tuple[int, ...]:
@@ -124,6 +124,11 @@ class PipeLoaders:
         """Batches that a pipeline's last rank reads, which is done first with a step and so reads ahead."""
         return self.strategy.assembly.reader.batches(batches)
 
+    def read_ahead(self) -> None:
+        """Have the next training batch read, where that is asked of no stream (on all ranks alike)."""
+        if isinstance(self.train, UnevenLoader):
+            self.strategy.assembly.reader.read_ahead()
+
     def first_batch(self, samples: int) -> Any:
         """A batch of so many samples from the start of the training data, and nothing taken from it."""
         loader = self.train
@@ -138,21 +143,13 @@ class PipeLoaders:
         collate: Any = loader.loader.collate_fn
         return collate(fetch(indices) if callable(fetch) else [dataset[i] for i in indices])
 
-    def check_single(self, loaders: int) -> None:
-        """Refuse several training loaders."""
-        if loaders > 1:
-            raise UnsupportedError(
-                f"hetero_pipe trains from one DataLoader, got {loaders}: put the datasets together "
-                "(torch.utils.data.StackDataset or ConcatDataset)"
-            )
-
     def skip(self, batches: int, epoch: int) -> None:
         """Go on in the middle of an epoch, where a resumed fit is."""
         if batches and isinstance(self.train, UnevenLoader):
             self.train.skip(epoch, batches)
 
 
-class WholeBatches:
+class WholeBatches(UsersBatches):
     """A loader whose batches are the user's own: each pipeline's first rank reads its own, whole, and cuts them.
 
     Args:
@@ -163,27 +160,10 @@ class WholeBatches:
     """
 
     def __init__(self, loaders: PipeLoaders, loader: Any, announce: Any, training: bool) -> None:
-        self._loaders, self.loader = loaders, loader
+        super().__init__(loader)
+        self._loaders = loaders
         self._announce, self._training = announce, training
         self._begun: Iterable[Any] | None = None  # with its first batch still in it
-        self.on_start: Any = lambda: None
-
-    @property
-    def dataset(self) -> Any:
-        """The user's dataset, if there is one."""
-        return getattr(self.loader, "dataset", None)
-
-    @property
-    def sampler(self) -> WholeBatches:
-        """What Lightning calls ``set_epoch`` on."""
-        return self
-
-    def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to the samplers and the dataset that want it."""
-        for part in ("sampler", "batch_sampler", "dataset"):
-            set_epoch = getattr(getattr(self.loader, part, None), "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(epoch)
 
     def first_batch(self) -> Any:
         """The first batch, without taking it from who iterates next."""
@@ -211,15 +191,11 @@ class WholeBatches:
 
 
 class SizedWholeBatches(WholeBatches):
-    """The same, where the length is known."""
+    """The same, where the length is known: the shortest over the ranks, since all run as many steps."""
+
+    def __init__(self, loaders: PipeLoaders, loader: Any, announce: Any, training: bool) -> None:
+        super().__init__(loaders, loader, announce, training)
+        self._length = min(loaders.strategy.gather_numbers(len(loader)))
 
     def __len__(self) -> int:
-        return len(self.loader)
-
-
-def _whole_batches(loader: Any) -> type[WholeBatches]:
-    try:
-        len(loader)
-    except (TypeError, NotImplementedError):
-        return WholeBatches
-    return SizedWholeBatches
+        return self._length

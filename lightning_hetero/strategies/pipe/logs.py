@@ -6,8 +6,8 @@ micro-batches and pipelines as one device would have it for the whole batch, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from lightning_hetero.strategies.results_adapter import as_it_is
 from lightning_hetero.strategies.untouched import untouched
 
 _DROPPED = ("sync_dist", "sync_dist_group", "enable_graph", "metric_attribute")
@@ -74,29 +75,25 @@ class StepLog:
         """Say what the values that are logged from here on count for."""
         self.weight, self.samples = weight, samples
 
-    @contextmanager
-    def noting(self) -> Iterator[None]:
+    def noting(self) -> AbstractContextManager[None]:
         """Note instead of logging, meanwhile; ``log_dict`` calls ``log``."""
-        self._module.__dict__["log"] = self._note
-        try:
-            yield
-        finally:
-            self._module.__dict__.pop("log", None)
+        return self._logging_by(self._note)
 
-    @contextmanager
-    def silent(self) -> Iterator[None]:
+    def silent(self) -> AbstractContextManager[None]:
         """Log nothing, meanwhile."""
-        self._module.__dict__["log"] = lambda *args, **kwargs: None
+        return self._logging_by(lambda *args, **kwargs: None)
+
+    @contextmanager
+    def _logging_by(self, log: Callable[..., None]) -> Iterator[None]:
+        self._module.__dict__["log"] = log
         try:
             yield
         finally:
             self._module.__dict__.pop("log", None)
 
-    @contextmanager
-    def filling(self) -> Iterator[None]:
+    def filling(self) -> AbstractContextManager[None]:
         """Keep nothing of a step on samples that only fill a schedule: no logs, no metric's update, no buffer."""
-        with untouched(self._module):
-            yield
+        return untouched(self._module)
 
     def _note(self, name: str, value: Any, *args: Any, batch_size: int | None = None, **kwargs: Any) -> None:
         positional = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
@@ -182,14 +179,10 @@ def _to(value: Any, device: torch.device) -> Any:
     return apply_to_collection(value, Tensor, lambda tensor: tensor.detach().to(device))
 
 
-def _as_it_is(value: Any, *args: Any, **kwargs: Any) -> Any:
-    return value
-
-
 @contextmanager
 def values_are_everyones(strategy: Any) -> Iterator[None]:
     """Values logged meanwhile are the same on all ranks: Lightning takes and keeps the strategy's reduction, none."""
-    strategy.__dict__["reduce"] = _as_it_is
+    strategy.__dict__["reduce"] = as_it_is
     try:
         yield
     finally:

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.models.chain import ChainUnit, UnitChain, owned_tensors
 from lightning_hetero.models.chains import find_chain, has_chain
+from lightning_hetero.strategies.first_values import materialise, take_from_rank_0
 
 
 def find_model(root: nn.Module, name: str | None = None) -> tuple[str, nn.Module, UnitChain]:
@@ -114,12 +114,12 @@ class Placement:
             own = {name: f"{path}.{name}" if path else name for name, _ in _own_tensors(child)}
             new = [name for name, full in own.items() if first_names[full] not in done]
             if new:
-                _materialise(path, child, device)
+                materialise(path, child, device)
             for name, full in own.items():
                 first = first_names[full]
                 if name in new:
                     tensor = _own(child, name)
-                    _broadcast(tensor, device)
+                    take_from_rank_0(tensor, device)
                     drop = full.startswith(f"{self.prefix}.") and full not in kept
                     done[first] = _without_values(tensor) if drop else tensor
                 _put(child, name, done[first])
@@ -155,30 +155,6 @@ def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
 def _without_values(tensor: Tensor) -> Tensor:
     empty = torch.empty_like(tensor, device="meta")
     return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-
-
-def _materialise(path: str, module: nn.Module, device: torch.device) -> None:
-    """Give a module on the meta device memory and initial values, as hetero_fsdp does."""
-    if not any(tensor.is_meta for _, tensor in _own_tensors(module)):
-        return
-    reset = getattr(module, "reset_parameters", None)
-    if not callable(reset):
-        raise UnsupportedError(
-            f"{path or type(module).__name__} ({type(module).__name__}) was made on the meta device and has no "
-            "reset_parameters() to give it values: add one, or build it on a real device"
-        )
-    module.to_empty(device=device, recurse=False)
-    reset()
-
-
-def _broadcast(tensor: Tensor, device: torch.device) -> None:
-    """Take rank 0's values; NCCL takes nothing that is on the CPU still."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        value = tensor.detach()
-        sent = value.to(device)
-        dist.broadcast(sent, src=0)
-        if sent is not value:
-            value.copy_(sent)
 
 
 def move(module: nn.Module, device: torch.device) -> None:

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import ModelCosts, UnitCost, UnitTiming
 from lightning_hetero.data import batch_size_of
-from lightning_hetero.errors import HeteroError, InfeasibleError, UnsupportedError
+from lightning_hetero.errors import HeteroError
 from lightning_hetero.models.chains import find_chain, has_chain
 from lightning_hetero.models.inputs import class_loss
 from lightning_hetero.plan import PipelinePlan
@@ -25,67 +24,16 @@ from lightning_hetero.planner.pipeline import plan_pipeline
 from lightning_hetero.planner.training import Training
 from lightning_hetero.profiler.meta import meta_copy
 from lightning_hetero.profiler.units import profile_units
-from lightning_hetero.strategies import lightning_adapter
-from lightning_hetero.strategies.pipe.arguments import PipelineOptions
+from lightning_hetero.strategies.pipe.call import Call, find_call
 from lightning_hetero.strategies.pipe.placement import Placement, unit_with
-from lightning_hetero.strategies.pipe.roles import Roles
 from lightning_hetero.strategies.planning import SAME_CLASS
-from lightning_hetero.strategies.untouched import untouched
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.pipeline import HeteroPipelineStrategy
 
-__all__ = ["Basis", "PipelineOptions", "describe", "find_basis", "make_plan", "merge_units"]
-
 _REPEATS = 3
 _PARTS = (8, 2, 1)  # of a rank's even share: few samples take as long as some more, and say little of many
-_SAMPLES = 2  # of the batch from which shapes are learned
 _DTYPES = {"64-true": "float64", "bf16-true": "bfloat16", "16-true": "float16"}
-
-
-@dataclass(frozen=True)
-class Call:
-    """With what a step calls its model, tensors apart from the rest; what all ranks know of it."""
-
-    structure: Any
-    shapes: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-
-    def tensors(self) -> list[Tensor]:
-        return [torch.zeros(shape, dtype=dtype) for shape, dtype in self.shapes]
-
-    def arguments(self, samples: int, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of zeros with so many samples; floating-point ones of ``dtype``."""
-        learned = self.shapes[0][0][0] if self.shapes[0][0] else None
-        tensors = []
-        for shape, kind in self.shapes:
-            size = (samples, *shape[1:]) if shape and shape[0] == learned else shape
-            tensors.append(torch.zeros(size, dtype=dtype if kind.is_floating_point else kind))
-        args, kwargs = _filled(self.structure, tensors)
-        return args, kwargs
-
-    @property
-    def is_plain(self) -> bool:
-        args, kwargs = self.structure
-        return not kwargs and all(isinstance(arg, _Place) for arg in args)
-
-
-@dataclass(frozen=True)
-class _Place:
-    index: int
-
-
-class CalledAs(nn.Module):
-    """A model that takes its tensors in a row, and is called with all the rest that its step calls it with."""
-
-    def __init__(self, model: nn.Module, structure: Any) -> None:
-        super().__init__()
-        self.model = model
-        self._structure = structure
-
-    def forward(self, *tensors: Tensor) -> Any:
-        """Call the model."""
-        args, kwargs = _filled(self._structure, tensors)
-        return self.model(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -119,11 +67,20 @@ def make_plan(strategy: HeteroPipelineStrategy, basis: Basis) -> PipelinePlan:
     return replace(plan, device_types=strategy.cluster.device_types(), model=None)
 
 
-def find_basis(strategy: HeteroPipelineStrategy, trainer: pl.Trainer, placement: Placement) -> Basis:
-    """Measure or look up what units take (a collective)."""
+def find_basis(
+    strategy: HeteroPipelineStrategy, trainer: pl.Trainer, placement: Placement, call: Call | None = None
+) -> Basis:
+    """Measure or look up what units take (a collective).
+
+    Args:
+        strategy: whose ranks measure.
+        trainer: whose loaders tell with what the model is called.
+        placement: of the model.
+        call: the same, where it is known already.
+    """
     cluster = strategy.cluster
     assert cluster is not None
-    call = find_call(strategy, trainer, placement.model, placement.prefix)
+    call = call or find_call(strategy, trainer, placement.model, placement.prefix)
     batch_size = strategy.global_batch_size or strategy.world_size
     precision = strategy.precision_name()
     dtype = _DTYPES.get(precision, "float32")
@@ -145,7 +102,7 @@ def _plan_on_rank_0(
         return None
     try:
         return plan_pipeline(cluster, costs, training, **arguments)
-    except (InfeasibleError, HeteroError) as error:
+    except HeteroError as error:
         return error
 
 
@@ -166,81 +123,6 @@ def _units(plan: PipelinePlan, units: tuple[int, int]) -> str:
     return first if first == last else f"{first} to {last}"
 
 
-# -- what the model is called with -------------------------------------------------------------------------------------
-
-
-def find_call(strategy: HeteroPipelineStrategy, trainer: pl.Trainer, model: nn.Module, name: str) -> Call:
-    """With what a step calls the model, learned on rank 0 from the first samples (a collective).
-
-    Raises:
-        UnsupportedError: on all ranks, where the step does not call it.
-    """
-    lightning_adapter.set_up_data(trainer)
-    call = strategy.broadcast(_call_of(strategy, trainer, model, name) if strategy.is_global_zero else None)
-    if isinstance(call, str):
-        raise UnsupportedError(call)
-    found: Call = call
-    return found
-
-
-def _call_of(strategy: HeteroPipelineStrategy, trainer: pl.Trainer, model: nn.Module, name: str) -> Call | str:
-    """Run the user's step on the first samples up to the model; a text where that cannot be."""
-    module = strategy.lightning_module
-    assert module is not None
-    try:
-        step, batch = _step_and_batch(strategy, trainer)
-        roles = Roles(module, model, name)
-        with untouched(module), torch.no_grad():
-            args, kwargs = roles.catch(step, batch, *_step_arguments(step))
-    except HeteroError as error:
-        return str(error)
-    tensors: list[Tensor] = []
-    structure = _emptied((args, kwargs), tensors)
-    if not tensors:
-        return f"self.{name}(...) is called without a tensor: there is nothing to plan by"
-    return Call(structure, tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
-
-
-def _step_and_batch(strategy: HeteroPipelineStrategy, trainer: pl.Trainer) -> tuple[Any, Any]:
-    module: Any = strategy.lightning_module
-    if trainer.state.fn == TrainerFn.FITTING:
-        batch = strategy.loaders.first_batch(_SAMPLES)
-        step = module.training_step
-    else:
-        names: dict[Any, str] = {TrainerFn.VALIDATING: "validation_step", TrainerFn.TESTING: "test_step"}
-        name = names.get(trainer.state.fn, "predict_step")
-        step = getattr(module, name)
-        batch = next(iter(lightning_adapter.evaluation_loader(trainer)), None)
-    if batch is None:
-        raise HeteroError("the loader has no batch: there is nothing to plan by")
-    return step, batch
-
-
-def _step_arguments(step: Any) -> tuple[int, ...]:
-    return (0,) if is_param_in_hook_signature(step, "batch_idx", min_args=2) else ()
-
-
-def _emptied(value: Any, into: list[Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        into.append(value)
-        return _Place(len(into) - 1)
-    if isinstance(value, dict):
-        return {key: _emptied(item, into) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return tuple(_emptied(item, into) for item in value)
-    return value
-
-
-def _filled(value: Any, tensors: Sequence[Tensor]) -> Any:
-    if isinstance(value, _Place):
-        return tensors[value.index]
-    if isinstance(value, dict):
-        return {key: _filled(item, tensors) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_filled(item, tensors) for item in value)
-    return value
-
-
 # -- what units take ---------------------------------------------------------------------------------------------------
 
 
@@ -250,10 +132,9 @@ def _measured(
     """Every rank measures the units on its device; those of a type that come out alike are one (a collective)."""
     cluster = strategy.cluster
     assert cluster is not None
-    model = placement.model if call.is_plain else CalledAs(placement.model, call.structure)
     emulated = cluster.devices[strategy.global_rank] if cluster.emulate else None
     costs = profile_units(
-        model,
+        call.taking_tensors(placement.model),
         call.tensors(),
         dtype=dtype,
         device=strategy.root_device,
@@ -299,7 +180,7 @@ def _pooled(
     return found
 
 
-def merge_units(costs: ModelCosts, placement: Placement, call: Any = None) -> ModelCosts:
+def merge_units(costs: ModelCosts, placement: Placement, call: Call | None = None) -> ModelCosts:
     """Costs of the chain's units, from those of the finer units that a profile has.
 
     Raises:
@@ -355,7 +236,7 @@ def _sum_of(timings: Sequence[UnitTiming]) -> UnitTiming:
 def _output_bytes(placement: Placement, call: Call) -> dict[str, int]:
     """Bytes per sample that each unit of the chain writes, found on the meta device."""
     chain = find_chain(meta_copy(placement.model))
-    args, kwargs = _filled(call.structure, [tensor.to("meta") for tensor in call.tensors()])
+    args, kwargs = call.filled([tensor.to("meta") for tensor in call.tensors()])
     samples = batch_size_of([torch.empty(shape, device="meta") for shape, _ in call.shapes])
     found = {}
     with torch.no_grad():

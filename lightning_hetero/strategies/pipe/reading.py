@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from lightning_hetero.strategies.pipe.loading import Hand
+from lightning_hetero.strategies.pipe.hand import Hand
 
 _FAILED = "failed"
 """what is handed on in place of a batch that could not be read"""
@@ -34,7 +34,8 @@ class Reader:
                 self._current = reading  # again: an evaluation may have read in between
                 yield batch
         finally:
-            self._current = None
+            if self._current is reading:  # and not one that has begun since
+                self._current = None
 
     def read_ahead(self) -> None:
         """Read and hand on the next batch of the iteration at hand (on all ranks, which go on at once)."""
@@ -76,6 +77,8 @@ class _Reading:
         except BaseException as error:
             ended, caught = isinstance(error, StopIteration), error
             self._hand.hand_on(None if ended else _FAILED)
+            if not isinstance(error, Exception):
+                raise  # whoever interrupts does not wait for the next batch
 
             def again() -> Any:
                 raise caught

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.models.chain import UnitChain
-from lightning_hetero.strategies.pipe import planning
+from lightning_hetero.strategies.pipe.call import Call, find_call
 from lightning_hetero.strategies.pipe.placement import Placement, find_model, size_of
+from lightning_hetero.strategies.pipe.planning import Basis, find_basis
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.pipeline import HeteroPipelineStrategy
@@ -35,15 +36,22 @@ class Splitting:
     def __init__(
         self, strategy: HeteroPipelineStrategy, trainer: pl.Trainer, module: pl.LightningModule, name: str | None
     ) -> None:
-        self._module = module
-        self._call: planning.Call | None = None
+        self._strategy, self._trainer, self._module = strategy, trainer, module
+        self._call: Call | None = None  # of an exported model
+        self._basis: Basis | None = None
         try:
             self._name, self._model, chain = find_model(module, name)
         except UnsupportedError as error:
             self._name, self._model = _child(module, name, error)
-            self._call = planning.find_call(strategy, trainer, self._model, self._name)
+            self._call = find_call(strategy, trainer, self._model, self._name)
             chain = self._exported(_SAMPLES, error)
         self.placement = Placement(module, self._name, self._model, chain)
+
+    def basis(self) -> Basis:
+        """What a plan is made from; measured when it is first asked for (a collective)."""
+        if self._basis is None:
+            self._basis = find_basis(self._strategy, self._trainer, self.placement, self._call)
+        return self._basis
 
     def for_micro_batches(self, samples: int) -> Placement:
         """The placement for micro-batches of so many samples: an exported model has their number in it."""

@@ -19,8 +19,8 @@ from lightning_hetero.strategies.instruments import Instruments
 from lightning_hetero.strategies.loss_check import cut
 from lightning_hetero.strategies.loss_weight import scaled
 from lightning_hetero.strategies.micro_batches import loss_in
-from lightning_hetero.strategies.pipe.loading import found_in
 from lightning_hetero.strategies.pipe.logs import LoggedValue, MetricState, StepLog
+from lightning_hetero.strategies.pipe.nested import found_in
 from lightning_hetero.strategies.pipe.randomness import Draws
 from lightning_hetero.strategies.pipe.roles import Roles
 

@@ -24,14 +24,13 @@ from lightning_hetero.strategies import torch_adapter
 from lightning_hetero.strategies.loss_weight import LossWeight
 from lightning_hetero.strategies.pipe.evaluation import PipeEvaluation
 from lightning_hetero.strategies.pipe.gradients import Release
-from lightning_hetero.strategies.pipe.loading import shapes_of
 from lightning_hetero.strategies.pipe.logs import StepLog, join_logs, values_are_everyones
+from lightning_hetero.strategies.pipe.nested import shapes_of
 from lightning_hetero.strategies.pipe.placement import Placement
 from lightning_hetero.strategies.pipe.randomness import Draws
 from lightning_hetero.strategies.pipe.roles import ALONE, Roles
 from lightning_hetero.strategies.pipe.steps import StepResult, TrainingWork, join_outputs
 from lightning_hetero.strategies.pipe.summary import PipeSummary, print_pipe_summary
-from lightning_hetero.strategies.summary import StepRecorder
 from lightning_hetero.strategies.untouched import same_random_states, untouched
 
 if TYPE_CHECKING:
@@ -51,16 +50,9 @@ class PipeSteps(PipeEvaluation):
 
     waits_for_messages = True
     loss_weight: LossWeight | None = None
-    global_batch_size: int | None
-    _recorder: StepRecorder
-    _summary: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._batch: Any = None
-        self._full_steps = (False, False)
-        self._accumulates = False
-        self._accumulated = False
         self._batch_samples = self._pipeline_samples = 0
         self._has_run = False
         self.summaries: list[PipeSummary] = []
@@ -191,7 +183,7 @@ class PipeSteps(PipeEvaluation):
         weights = self._weights(batches, sizes)
         with same_random_states():
             told = self._tell(lambda: self._run_training(batches, weights, sizes, args[1:], kwargs))
-        self.assembly.reader.read_ahead()
+        self.loaders.read_ahead()
         self._refuse_both_sides()
         concluded = self._conclude(told, sizes)
         self.assembly.reader.go_on()
@@ -222,7 +214,7 @@ class PipeSteps(PipeEvaluation):
     ) -> StepResult | None:
         assembly = self.assembly
         gradients = assembly.gradients
-        gradients.begin(keep=self._accumulated or self._keeps_gradients())
+        gradients.begin(keep=self._accumulated or self._hooks_keep_gradients())
         if assembly.runtime is None:
             gradients.take(summed=not self._sums_late())
             return None
@@ -301,12 +293,7 @@ class PipeSteps(PipeEvaluation):
 
     def _sums_late(self) -> bool:
         """Whether gradients stay this rank's own for now, since more batches accumulate."""
-        return self._trainer.accumulate_grad_batches > 1 and not self._keeps_gradients()
-
-    def _keeps_gradients(self) -> bool:
-        """Whether gradients that are there when a step begins may still be wanted, since a hook zeroes them."""
-        module = self.lightning_module
-        return any(is_overridden(hook, module) for hook in ("optimizer_zero_grad", "on_before_zero_grad"))
+        return self._trainer.accumulate_grad_batches > 1 and not self._hooks_keep_gradients()
 
     def _scaler(self) -> Any:
         return getattr(self.precision_plugin, "scaler", None)
@@ -360,15 +347,6 @@ class PipeSteps(PipeEvaluation):
             self._refuse_both_sides()
         self._accumulated = self._accumulates
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Lightning enters it where gradients accumulate."""
-        self._accumulates = True
-        try:
-            yield
-        finally:
-            self._accumulates = False
-
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Run the closure (the schedule), and count what the optimizer's step itself makes."""
         with ExitStack() as stack:
@@ -384,28 +362,16 @@ class PipeSteps(PipeEvaluation):
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def on_validation_start(self) -> None:
-        """The time until the next training step is not a step's."""
-        if self._trainer.state.fn == TrainerFn.FITTING and not self._trainer.sanity_checking:
-            self._recorder.pause()
-        super().on_validation_start()
-
     def on_train_end(self) -> None:
         """Say what each rank did."""
+        super().on_train_end()
         assembly = self.assembly
         assembly.reader.end()
-        step_s, busy_s = self._recorder.medians()
         stages = assembly.own.stages_of(self.global_rank) if assembly.takes_part else ()
         own = PipeSummary(
-            rank=self.global_rank,
-            device=assembly.plan.device_types[self.global_rank],
+            **self._measured(),
             pipeline=assembly.pipeline if assembly.takes_part else None,
             units=tuple(assembly.own.stages[stage].units for stage in stages),
-            steps=max(0, len(self._recorder.step_s) - 1),
-            step_s=step_s,
-            busy_s=busy_s,
-            peak_bytes=self.instruments.take_peak_bytes(),
-            emulation=self.instruments.report(),
         )
         self._batch = None
         self.summaries = self.gather_objects(own)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_hetero.collate import MicroBatches
-from lightning_hetero.strategies.loss_check import cut
+from lightning_hetero.strategies.pipe.nested import found_in, mapped
 
 _FRAME = 2048
 """bytes of the first message: what a batch is made of, which mostly fits"""
@@ -64,7 +62,7 @@ class Hand:
             tensors.append(tensor)
             return _Slot(tuple(tensor.shape), tensor.dtype, len(tensors) - 1)
 
-        content = pickle.dumps(_mapped(value, Tensor, take))
+        content = pickle.dumps(mapped(value, Tensor, take))
         framed = len(content).to_bytes(8, "little") + content
         sent = [torch.frombuffer(bytearray(framed[:_FRAME].ljust(_FRAME, b"\0")), dtype=torch.uint8)]
         if len(framed) > _FRAME:
@@ -146,7 +144,7 @@ class Asked:
         work, packed = self._packed
         work.wait()
         tensors = _unpacked(packed, self._slots or ())
-        return _mapped(self._skeleton, _Slot, lambda slot: tensors[slot.index])
+        return mapped(self._skeleton, _Slot, lambda slot: tensors[slot.index])
 
 
 class _Slot:
@@ -180,42 +178,4 @@ def _unpacked(packed: Tensor, slots: Sequence[_Slot]) -> list[Tensor]:
     for slot in slots:
         found.append(packed[at : at + slot.nbytes].view(slot.dtype).view(slot.shape))
         at += _padded(slot.nbytes)
-    return found
-
-
-def found_in(value: Any, kind: type) -> list[Any]:
-    """All objects of a kind in nested containers, in order."""
-    found: list[Any] = []
-
-    def note(item: Any) -> Any:
-        found.append(item)
-        return item
-
-    _mapped(value, kind, note)
-    return found
-
-
-def _mapped(value: Any, kind: type, function: Any) -> Any:
-    if isinstance(value, MicroBatches):
-        return MicroBatches(_mapped(item, kind, function) for item in value)
-    return apply_to_collection(value, kind, function)
-
-
-def shapes_of(value: Any) -> Any:
-    """What the shapes of all that follows from a batch follow from: those of its tensors, hashable."""
-    if isinstance(value, Tensor):
-        return tuple(value.shape), str(value.dtype)
-    if isinstance(value, dict):
-        return tuple((str(key), shapes_of(item)) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return tuple(shapes_of(item) for item in value)
-    return type(value).__name__
-
-
-def cut_whole(batch: Any, samples: int, sizes: Iterable[int]) -> MicroBatches:
-    """Cut a batch that was collated whole, by the first dimension of its tensors."""
-    found, at = MicroBatches(), 0
-    for size in sizes:
-        found.append(cut(batch, samples, at, at + size))
-        at += size
     return found
