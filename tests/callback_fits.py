@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader
 
-from lightning_hetero.callbacks import EmulatedDevices, RankMemory, RankThroughput, StragglerMonitor
+from lightning_hetero.callbacks import EmulatedDevices, RankEnergy, RankMemory, RankThroughput, StragglerMonitor
 from lightning_hetero.cluster import Cluster, Device, SpeedChange
 from lightning_hetero.metrics import read_metrics
 from lightning_hetero.plan import Pipeline, PipelinePlan, RankPrediction, ShardPlan, Stage
 from lightning_hetero.schedule import warmup_depths
 from lightning_hetero.strategies import HeteroFSDPStrategy, HeteroPipelineStrategy
 from tests.odd_fits import Said
+from tests.test_power import Steady
 
 WIDTH, LAYERS = 64, 3
 LAYER = 2 * WIDTH * WIDTH
@@ -74,13 +75,13 @@ class Dying(Wide):
 
 
 class Stamps(pl.Callback):
-    """When each batch ended, by a clock of its own."""
+    """When each step ended, by a clock of its own."""
 
     def __init__(self) -> None:
-        self.ends: list[float] = []
+        self.ends: dict[int, float] = {}
 
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.ends.append(time.perf_counter())
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.ends.setdefault(trainer.global_step, time.perf_counter())
 
 
 class Kept(Logger):
@@ -129,12 +130,12 @@ def fit(
     validate: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Fit in the working directory; returns what was logged, said and written, and an own clock's steps."""
+    """Fit in the working directory; returns what was logged, said and written, and steps by another clock."""
     kept, stamps = Kept(), Stamps()
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
-        callbacks=[*callbacks, stamps],
+        callbacks=[stamps, *callbacks],
         logger=kept,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -146,7 +147,7 @@ def fit(
     with Said() as said:
         trainer.fit(module, loader(batch, steps), loader(2, 2) if validate else None)
     (run,) = read_metrics(os.getcwd()) if Path("metrics.jsonl").exists() else (None,)
-    own = [b - a for a, b in zip(stamps.ends, stamps.ends[1:], strict=False)]
+    own = {step: end - stamps.ends[step - 1] for step, end in stamps.ends.items() if step > 1}
     return {
         "logged": kept.logged,
         "said": said.infos,
@@ -161,7 +162,13 @@ def fit(
 
 
 def everything(**options: Any) -> list[pl.Callback]:
-    return [RankThroughput(**options), RankMemory(**options), StragglerMonitor(**options)]
+    energy = RankEnergy(source=lambda trainer: Steady(100.0), **options)
+    return [RankThroughput(**options), RankMemory(**options), StragglerMonitor(**options), energy]
+
+
+def steps_of(result: dict[str, Any], rank: int) -> list[dict[str, Any]]:
+    """One rank's lines of steps."""
+    return [line for line in result["lines"] if line["kind"] == "step" and line["rank"] == rank]
 
 
 # -- what runs in ranks ------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from tests.callback_fits import (
     pipeline,
     slow_ddp,
     slowed_fsdp,
+    steps_of,
     with_uneven_share,
 )
 from tests.harness import WarmRanks
@@ -42,24 +43,29 @@ PARTS = ("compute_s", "blocked_s", "messages_s", "input_s", "optimizer_s", "rest
 SPLIT = ("compute_s", "waiting_s", "communication_s", "input_s", "optimizer_s", "rest_s")
 
 
-def steps_of(result: dict[str, Any], rank: int) -> list[dict[str, Any]]:
-    return [line for line in result["lines"] if line["kind"] == "step" and line["rank"] == rank]
-
-
-def check_sums(result: dict[str, Any], ranks: int) -> None:
-    """Parts are the step, by our clock and by another one; ranks' rates are the global one."""
+def check_sums(result: dict[str, Any], ranks: int, samples: int) -> None:
+    """Parts are the step, also by another clock; ranks' samples are the global ones, and their rates the global one."""
+    steps = zip(*(steps_of(result, rank) for rank in range(ranks)), strict=True)
+    assert {round(math.fsum(line["samples"] for line in lines), 9) for lines in steps} == {samples}
+    # without the first step's end, where FLOPs are counted, and what other things came within
+    others = [line for line in steps_of(result, 0) if line["step"] > 2 and "interrupted" not in line]
+    by_another_clock_s = math.fsum(result["own_step_s"][line["step"]] for line in others)
+    assert math.fsum(line[part] for line in others for part in PARTS) == pytest.approx(by_another_clock_s, rel=0.02)
     for rank in range(ranks):
         lines = steps_of(result, rank)
         assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
         for line in lines:
             for parts in (PARTS, SPLIT):
                 assert math.fsum(line[part] for part in parts) == pytest.approx(line["step_s"], rel=1e-6)
+            if "joules" in line:  # by a source of 100 W
+                assert line["joules_per_sample"] * line["samples"] == pytest.approx(line["joules"])
+                assert line["tflops_per_s_per_w"] * line["joules"] == pytest.approx(line["flops"] / 1e12)
     assert result["logged"]
     for _, logged in result["logged"]:
         for what in ("samples_per_sec", "tflops_per_sec"):
             if f"device/{what}" in logged:
                 of_ranks = [logged[f"device/{what}_rank_{rank}"] for rank in range(ranks)]
-                assert sum(of_ranks) == pytest.approx(logged[what], rel=1e-9)
+                assert sum(of_ranks) == pytest.approx(logged[what], rel=1e-12)
                 assert logged[f"device/{what}"] == pytest.approx(statistics.mean(of_ranks))
                 assert (logged[f"device/min_{what}"], logged[f"device/max_{what}"]) == (min(of_ranks), max(of_ranks))
         if "device/step_s" in logged:
@@ -87,7 +93,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_one_device(here: Path) -> None:
     module = Wide()
     result = fit(module, "auto", everything(), batch=4, steps=10, devices=1, validate=True)
-    check_sums(result, 1)
+    check_sums(result, 1, 4)
     assert result["files"] == ["metrics.jsonl"]
     assert result["hooks"] == 0
     first = result["ranks"][0]
@@ -99,8 +105,6 @@ def test_one_device(here: Path) -> None:
         assert line["samples_per_s"] == pytest.approx(4 / line["step_s"])
         assert line["tflops_per_s"] == pytest.approx(4 * SAMPLE / line["step_s"] / 1e12)
         assert min(line[part] for part in ("compute_s", "input_s", "optimizer_s", "rest_s")) > 0
-    # by a clock of the test's own, without the first step and the one after validation
-    assert sum(line["step_s"] for line in lines[2:]) == pytest.approx(sum(result["own_step_s"][1:]), rel=0.1)
     # a CPU has no peak, which is said once and made up nowhere
     assert sum("no MFU: no vendor states a dense peak of a CPU" in text for text in result["said"]) == 1
     assert not any("mfu" in name or "hfu" in name for _, values in result["logged"] for name in values)
@@ -128,11 +132,11 @@ def test_memory_is_counted_in_some_steps_on_a_cpu(here: Path) -> None:
 
 
 def test_accumulated_batches_are_one_step(here: Path) -> None:
-    result = fit(Wide(), "auto", everything(), batch=2, steps=12, devices=1, accumulate_grad_batches=3)
-    assert [(line["batches"], line["samples"]) for line in steps_of(result, 0)] == [(3, 6)] * 4
-    assert sum(line["step_s"] for line in steps_of(result, 0)[1:]) == pytest.approx(
-        sum(result["own_step_s"][2:]), rel=0.1
+    result = fit(
+        Wide(), "auto", everything(log_every_n_steps=2), batch=2, steps=12, devices=1, accumulate_grad_batches=3
     )
+    check_sums(result, 1, 6)
+    assert [(line["batches"], line["samples"]) for line in steps_of(result, 0)] == [(3, 6)] * 4
 
 
 def test_given_flops_are_taken(here: Path) -> None:
@@ -193,19 +197,19 @@ def test_a_failed_run_leaves_no_hook_behind(here: Path) -> None:
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
-SLOW_AT = 10
+SLOW_AT = 9
 
 
 def test_a_slowed_rank_is_named_by_its_own_compute(ranks: WarmRanks) -> None:
-    results = ranks.run(3, slowed_fsdp, 3, 22, 1, SLOW_AT)
+    results = ranks.run(3, slowed_fsdp, 3, 17, 1, SLOW_AT)
     result = results[0]
-    check_sums(result, 3)
+    check_sums(result, 3, 3 * SHARE)
     assert all(other["stragglers"] == result["stragglers"] for other in results)
     straggler = next(each for each in result["stragglers"] if each.step > SLOW_AT)
     assert straggler.rank == 1
     assert straggler.step <= SLOW_AT + 10
     assert abs(straggler.since_step - (SLOW_AT + 1)) <= 2
-    assert straggler.slowdown == pytest.approx(1.3, abs=0.12)
+    assert straggler.slowdown == pytest.approx(1.3, abs=0.05)
     assert straggler.planned
     assert straggler.expected_s == pytest.approx(BUSY_S)
     assert any("rank 1 is a straggler since step" in text for text in result["said"])
@@ -213,13 +217,13 @@ def test_a_slowed_rank_is_named_by_its_own_compute(ranks: WarmRanks) -> None:
     before, after = range(2, SLOW_AT + 1), range(SLOW_AT + 1, 999)
     for rank in range(3):
         slower = median(result, rank, "compute_s", after) / median(result, rank, "compute_s", before)
-        assert slower == pytest.approx(1.3 if rank == 1 else 1.0, abs=0.08)
+        assert slower == pytest.approx(1.3 if rank == 1 else 1.0, abs=0.05)
     for rank in (0, 2):  # the others wait for it
         pairs = zip(steps_of(result, rank), steps_of(result, 1), strict=True)
         longer = [own["waiting_s"] - slow["waiting_s"] for own, slow in pairs if own["step"] in after]
         assert statistics.median(longer) > 0.15 * BUSY_S
     for rank, summary in enumerate(result["summaries"]):  # the strategy's own timer saw the same
-        assert summary.busy_s == pytest.approx(median(result, rank, "compute_s", range(2, 22)), rel=0.02)
+        assert summary.busy_s == pytest.approx(median(result, rank, "compute_s", range(2, 17)), rel=0.02)
     check_emulated_memory(result)
 
 
@@ -247,14 +251,14 @@ def test_a_straggler_makes_shares_move_where_they_can(ranks: WarmRanks) -> None:
 
 def test_without_a_plan_samples_say_what_to_expect(ranks: WarmRanks) -> None:
     result = ranks.run(2, slow_ddp, 2, 8)[0]
-    check_sums(result, 2)
+    check_sums(result, 2, 2 * SHARE)
     straggler = result["stragglers"][0]
     assert (straggler.rank, straggler.planned) == (1, False)
     assert straggler.since_step <= 4
-    assert straggler.slowdown == pytest.approx(1.4, abs=0.15)
+    assert straggler.slowdown == pytest.approx(1.4, abs=0.05)
     assert sum("cannot move work between ranks" in text for text in result["said"]) == 1
     for rank, seconds in enumerate((BUSY_S, 1.4 * BUSY_S)):
-        assert median(result, rank, "compute_s") == pytest.approx(seconds, rel=0.1)
+        assert median(result, rank, "compute_s") == pytest.approx(seconds, rel=0.05)
         line = steps_of(result, rank)[4]
         assert (line["samples"], line["flops"]) == (SHARE, SHARE * SAMPLE)
     assert median(result, 0, "blocked_s") - median(result, 1, "blocked_s") > 0.2 * BUSY_S
@@ -263,7 +267,7 @@ def test_without_a_plan_samples_say_what_to_expect(ranks: WarmRanks) -> None:
 
 def test_shards_of_lightnings_own(ranks: WarmRanks) -> None:
     result = ranks.run(2, model_parallel, 5)[0]
-    check_sums(result, 2)
+    check_sums(result, 2, 8)
     for rank in (0, 1):
         for line in steps_of(result, rank):
             assert line["flops"] == 4 * SAMPLE  # whole layers, of which a rank holds parts
@@ -273,7 +277,7 @@ def test_shards_of_lightnings_own(ranks: WarmRanks) -> None:
 
 def test_a_pipeline(ranks: WarmRanks) -> None:
     result = ranks.run(2, pipeline, 6)[0]
-    check_sums(result, 2)
+    check_sums(result, 2, 6)
     # two layers, the first of which takes no gradient to its input, and one
     for rank, products in enumerate((5, 3)):
         line = steps_of(result, rank)[3]
@@ -282,7 +286,7 @@ def test_a_pipeline(ranks: WarmRanks) -> None:
         assert line["recomputed_flops"] == 0
         assert line["memory_peak_bytes"] == max(line["memory_peak_schedule_bytes"], line["memory_peak_optimizer_bytes"])
         compute_s = median(result, rank, "compute_s", range(2, 6))
-        assert compute_s == pytest.approx(PIPE_S * products / 8, rel=0.12)
+        assert compute_s == pytest.approx(PIPE_S * products / 8, rel=0.03)
         assert result["summaries"][rank].busy_s == pytest.approx(compute_s, rel=0.02)
     # the smaller stage waits for the larger one
     assert median(result, 1, "messages_s") > median(result, 0, "messages_s")
@@ -290,7 +294,7 @@ def test_a_pipeline(ranks: WarmRanks) -> None:
 
 def test_micro_batches_that_accumulate(ranks: WarmRanks) -> None:
     result = ranks.run(2, with_uneven_share, 3)[0]
-    check_sums(result, 2)
+    check_sums(result, 2, 32)
     for rank, samples in enumerate((24, 8)):
         assert {(line["samples"], line["batches"]) for line in steps_of(result, rank)} == {(samples, 2)}
         assert {line["flops"] for line in steps_of(result, rank)} == {samples * SAMPLE}

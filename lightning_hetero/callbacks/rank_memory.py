@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hetero.callbacks.rank_callback import RankCallback
-from lightning_hetero.callbacks.rank_values import RankValues, log, named
+from lightning_hetero.callbacks.rank_values import RankValues, named
 from lightning_hetero.callbacks.run_facts import emulation_of
 from lightning_hetero.callbacks.step_flops import pipeline_of
 from lightning_hetero.callbacks.step_record import StepRecord
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.profiler.memory_source import AllocatorMemory, CountedMemory, MemorySource, SampledMemory
-from lightning_hetero.strategies import callback_adapter
 
 FORWARD, BACKWARD, OPTIMIZER, SCHEDULE, VALIDATION = "forward", "backward", "optimizer", "schedule", "validation"
 """phases of which there are peaks; in a pipeline forwards and backwards take turns, and are one: the schedule"""
@@ -138,14 +137,12 @@ class RankMemory(RankCallback):
         if not self.logs_at(trainer, step):
             return
         rows = [rank[-1] for rank in self._values.take()]
-        self.logged = {}
+        values: dict[str, float] = {}
         for position, name in enumerate(_NAMES):
-            self.logged |= named(f"memory_{name}_bytes", [row[position] for row in rows])
+            values |= named(f"memory_{name}_bytes", [row[position] for row in rows])
         peak, planned = _NAMES.index("peak"), len(_NAMES)
-        self.logged |= named("memory_of_plan", [row[peak] / row[planned] if row[planned] else None for row in rows])
-        if self.logged and self.meter.facts.emulated:
-            self.logged["device/emulated"] = 1.0
-        log(trainer, self.logged, callback_adapter.logged_step(trainer))
+        values |= named("memory_of_plan", [row[peak] / row[planned] if row[planned] else None for row in rows])
+        self.log_values(trainer, values)
 
     # -- validation ----------------------------------------------------------------------------------------------------
 
@@ -181,17 +178,8 @@ class RankMemory(RankCallback):
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+    def end_fit(self) -> None:
         """Look no longer."""
-        self._stop()
-        super().on_exception(trainer, pl_module, exception)
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Look no longer."""
-        self._stop()
-        super().teardown(trainer, pl_module, stage)
-
-    def _stop(self) -> None:
         if self._source is not None:
             self._source.close()
         self._source = self._phase = None

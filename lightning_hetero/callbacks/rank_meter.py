@@ -6,8 +6,6 @@ Trainer's order tells the meter what the trainer does; when the last one has add
 
 from __future__ import annotations
 
-import json
-import os
 import time
 import uuid
 from collections import deque
@@ -81,19 +79,23 @@ class RankMeter:
         """Take part, before the model is wrapped.
 
         Raises:
-            HeteroError: if another callback wants the file in another folder.
+            HeteroError: if another callback is given another folder, or other FLOPs.
         """
         if callback not in self.participants:
             self.participants.append(callback)
-        folders = {os.fspath(each.folder) for each in self.participants if each.folder is not None}
-        if len(folders) > 1:
-            raise HeteroError(
-                f"the callbacks of one Trainer write one file, and are given {len(folders)} folders, "
-                f"{' and '.join(sorted(folders))}: give one of them, or none for the logger's"
-            )
+        for name in ("folder", "flops_per_sample"):
+            self._given(name)
         if self.leads(callback):
             self._units.find(module)
             self._watch = StepWatch(module)
+
+    def _given(self, name: str) -> Any:
+        """What the callbacks were given under a name; None where none was."""
+        given = {getattr(each, name) for each in self.participants} - {None}
+        if len(given) > 1:
+            those = " and ".join(map(str, sorted(given)))
+            raise HeteroError(f"the callbacks of one Trainer share one {name}, and are given {those}: give one of them")
+        return next(iter(given), None)
 
     def leads(self, callback: Participant) -> bool:
         """Whether a callback is the first one, which tells what the trainer does."""
@@ -173,7 +175,7 @@ class RankMeter:
             self._file.write(kind, values)
 
     def _open_file(self, trainer: pl.Trainer) -> None:
-        asked = next((each.folder for each in self.participants if each.folder is not None), None)
+        asked = self._given("folder")
         logged = trainer.log_dir  # a collective
         run = trainer.strategy.broadcast(uuid.uuid4().hex)
         self.folder = None
@@ -208,7 +210,7 @@ class RankMeter:
         """A training batch is on the device."""
         if not self._started:
             self._started = True
-            if self._watch is not None and self._given_flops() is None:
+            if self._watch is not None and self._given("flops_per_sample") is None:
                 self._watch.begin(trainer)
         self._note_plan(trainer)
         if self._record is None:
@@ -295,14 +297,11 @@ class RankMeter:
 
     # -- FLOPs ---------------------------------------------------------------------------------------------------------
 
-    def _given_flops(self) -> float | None:
-        return next((p.flops_per_sample for p in self.participants if p.flops_per_sample is not None), None)
-
     def _count_flops(self, trainer: pl.Trainer, batch: Any, record: StepRecord) -> None:
         """Count what the first batch's step was, on meta, while no step is timed (a collective)."""
         assert self._watch is not None
         self.timeline.pause()
-        given = self._given_flops()
+        given = self._given("flops_per_sample")
         found = StepFlops(given) if given is not None else self._watch.count(trainer, batch)
         if isinstance(found, str):
             self.no_flops = found
@@ -349,15 +348,3 @@ class RankMeter:
     def _optimizer_stepped(self, *_: Any) -> None:
         if self._in_batch and not self.timeline.paused:
             self.timeline.enter(REST)
-
-
-def own_line(trainer: pl.Trainer, kind: str, values: dict[str, Any]) -> None:
-    """Write a line of one's own kind to this rank's ``metrics.rank_{r}.jsonl``, while a fit with a meter runs.
-
-    Args:
-        trainer: of the fit.
-        kind: of the line.
-        values: plain data that JSON knows; ``step`` says where it belongs, by default to the step at hand.
-    """
-    json.dumps(values)  # a value that cannot be written is the caller's mistake, and told to it
-    RankMeter.of(trainer).write(kind, {"step": trainer.global_step, **values})

@@ -8,10 +8,8 @@ import os
 import lightning.pytorch as pl
 
 from lightning_hetero.callbacks.rank_callback import RankCallback
-from lightning_hetero.callbacks.rank_values import RankValues, log, named
+from lightning_hetero.callbacks.rank_values import RankValues, named
 from lightning_hetero.callbacks.step_record import StepRecord
-from lightning_hetero.errors import HeteroError
-from lightning_hetero.strategies import callback_adapter
 
 _COLUMNS = (
     "samples",
@@ -64,15 +62,7 @@ class RankThroughput(RankCallback):
         log_every_n_steps: int | None = None,
         folder: str | os.PathLike[str] | None = None,
     ) -> None:
-        super().__init__(log_every_n_steps, folder)
-        if flops_per_sample is not None and not (
-            isinstance(flops_per_sample, int | float) and math.isfinite(flops_per_sample) and flops_per_sample > 0
-        ):
-            raise HeteroError(
-                f"flops_per_sample={flops_per_sample!r}: give the FLOPs of a sample's forward and backward, such as "
-                "105e9, or leave it out to have them counted"
-            )
-        self.flops_per_sample = flops_per_sample
+        super().__init__(log_every_n_steps, folder, flops_per_sample)
         self._values: RankValues
 
     def begin_fit(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -119,12 +109,10 @@ class RankThroughput(RankCallback):
             return
         self.meter.complete(trainer)
         rows = self._values.take()
-        if not rows:
-            return
-        self.logged = throughput_of([[dict(zip(_COLUMNS, row, strict=True)) for row in rank] for rank in rows])
-        if self.meter.facts.emulated:
-            self.logged["device/emulated"] = 1.0
-        log(trainer, self.logged, callback_adapter.logged_step(trainer))
+        if rows:
+            self.log_values(
+                trainer, throughput_of([[dict(zip(_COLUMNS, row, strict=True)) for row in rank] for rank in rows])
+            )
 
 
 def throughput_of(ranks: list[list[dict[str, float]]]) -> dict[str, float]:

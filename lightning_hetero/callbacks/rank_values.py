@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -69,6 +69,15 @@ class RankValues(Metric):
         self._added = []
 
 
+def gather_objects(trainer: pl.Trainer, value: Any) -> list[Any]:
+    """Return every rank's value, by rank (a collective)."""
+    if trainer.world_size < 2 or not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * trainer.world_size
+    dist.all_gather_object(values, value)
+    return values
+
+
 def gather_once(trainer: pl.Trainer, row: Sequence[float | None]) -> list[list[float]]:
     """Return every rank's numbers, by rank (a collective)."""
     values = RankValues(trainer, len(row))
@@ -88,9 +97,3 @@ def named(what: str, by_rank: Sequence[float | None]) -> dict[str, float]:
     found = {f"device/{what}": sum(there.values()) / len(there)}
     found |= {f"device/{what}_rank_{rank}": value for rank, value in there.items()}
     return {**found, f"device/min_{what}": min(there.values()), f"device/max_{what}": max(there.values())}
-
-
-def log(trainer: pl.Trainer, values: Mapping[str, float], step: int) -> None:
-    """Hand values to the Trainer's loggers, which write on rank 0."""
-    for logger in trainer.loggers if values else ():
-        logger.log_metrics(dict(values), step=step)

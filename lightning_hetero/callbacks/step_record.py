@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -59,7 +58,7 @@ class StepRecord:
 class Participant(Protocol):
     """A callback that takes part."""
 
-    folder: str | os.PathLike[str] | None
+    folder: str | None
     flops_per_sample: float | None
 
     def step_is_complete(self, trainer: pl.Trainer, record: StepRecord) -> None:

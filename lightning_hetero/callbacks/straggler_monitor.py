@@ -13,10 +13,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_hetero.callbacks.rank_callback import RankCallback
-from lightning_hetero.callbacks.rank_values import RankValues, Rows, log, named
+from lightning_hetero.callbacks.rank_values import RankValues, Rows, named
 from lightning_hetero.callbacks.step_record import StepRecord
 from lightning_hetero.errors import HeteroError
-from lightning_hetero.strategies import callback_adapter
 from lightning_hetero.strategies.rebalance import Rebalancer
 from lightning_hetero.units import format_seconds
 
@@ -139,8 +138,7 @@ class StragglerMonitor(RankCallback):
                     self._steps.remove(row)
                 self._compare(trainer, values.take(), step)
         if self._slowdowns and self.logs_at(trainer, step):
-            self.logged = {**named("slowdown", self._slowdowns), "stragglers": float(len(self.slow_ranks))}
-            log(trainer, self.logged, callback_adapter.logged_step(trainer))
+            self.log_values(trainer, {**named("slowdown", self._slowdowns), "stragglers": float(len(self.slow_ranks))})
 
     def _compare(self, trainer: pl.Trainer, rows: Rows, step: int) -> None:
         found = window_slowdowns(rows)
