@@ -115,6 +115,8 @@ def main() -> int:
             size = SMALL if options.small else ViTSize()
             found = run(name, options.local_batch, options.steps, size)
             results["cases"][f"{name}, small" if options.small else name] = found
+            if options.out is not None:  # case by case: an interruption loses one
+                write_json(options.out, results)
             costing |= not options.small and found["cost"]["median"] > ALLOWED
             medians = ", ".join(f"{arm} {median(step_s) * 1e3:.1f} ms" for arm, step_s in found["step_s"].items())
             print(f"{name}, median steps: {medians}", flush=True)
@@ -125,9 +127,6 @@ def main() -> int:
     except ArmFailedError as error:
         print(error, file=sys.stderr)
         return 1
-    if options.out is not None:
-        write_json(options.out, results)
-        print(f"wrote {options.out}")
     return 1 if costing else 0
 
 
