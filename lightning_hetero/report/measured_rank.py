@@ -105,7 +105,7 @@ def _parts(lines: Sequence[Line]) -> dict[str, float]:
     apart = all(line.get("waiting_s") is not None for line in lines)
     found = {}
     for name in PARTS:
-        if name in ("waiting", "communication") and not apart or name == "blocked" and apart:
+        if name in (("blocked",) if apart else ("waiting", "communication")):
             continue
         total = math.fsum(line.get(f"{name}_s") or 0.0 for line in lines)
         if name == "blocked":
