@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from lightning_hetero.simulator.planned_step import plan_step
 from tests.report_runs import SECONDS, pipeline_plan, shard_plan
 
 
-def written(path: Path, begin_us: float) -> str:
+def written(path: Path, begin_us: float) -> RankTimeline:
     """As torch's profiler writes: the rank's clock, its own process, and an arrow between two of its events."""
     events = [
         {"ph": "M", "name": "process_name", "pid": 7, "tid": 0, "ts": begin_us, "args": {"name": "python"}},
@@ -24,11 +25,15 @@ def written(path: Path, begin_us: float) -> str:
         {"ph": "s", "name": "ac2g", "id": 3, "pid": 7, "tid": 1, "ts": begin_us + 10},
     ]
     path.write_text(json.dumps({"traceEvents": events}))
-    return str(path)
+    return seen(path)
+
+
+def seen(path: Path) -> RankTimeline:
+    return RankTimeline("d", trace=str(path), trace_bytes=path.stat().st_size if path.exists() else 0)
 
 
 def test_ranks_have_one_clock_and_processes_of_their_own(tmp_path: Path) -> None:
-    ranks = [RankTimeline(f"d{r}", trace=written(tmp_path / f"{r}.json", 1e6 * (r + 1))) for r in (0, 1)]
+    ranks = [written(tmp_path / f"{r}.json", 1e6 * (r + 1)) for r in (0, 1)]
     trace, missing = merged_trace(ranks, plan_step(shard_plan()), emulated=False)
     assert missing == []
     products = [event for event in trace["traceEvents"] if event["name"] == "mm"]
@@ -57,13 +62,15 @@ def test_planned_is_above_measured(tmp_path: Path) -> None:
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"traceEvents": []}')
     (tmp_path / "cut.json").write_text('{"traceEv')
-    ranks = [RankTimeline("d", trace=str(tmp_path / f"{name}.json")) for name in ("nowhere", "other", "cut")]
+    ranks = [seen(tmp_path / f"{name}.json") for name in ("nowhere", "other", "cut")]
+    ranks.append(replace(written(tmp_path / "old.json", 0.0), trace_bytes=5))
     trace, missing = merged_trace([*ranks, RankTimeline("d")], "DDP has no plan", emulated=False)
     assert missing[0] == "no planned timeline: DDP has no plan"
-    assert [text.split(":")[0] for text in missing[1:]] == [f"not the operations of rank {r}" for r in (0, 1, 2)]
+    assert [text.split(":")[0] for text in missing[1:]] == [f"not the operations of rank {r}" for r in (0, 1, 2, 3)]
+    assert missing[4].endswith("bytes here, the rank wrote 5: its own is elsewhere")
     assert not any(event["ph"] == "X" for event in trace["traceEvents"])
     with pytest.raises(HeteroError, match="it was not written by TraceCapture"):
-        rank_events(tmp_path / "other.json", 0)
+        rank_events(tmp_path / "other.json", 0, 19)
 
 
 def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +212,9 @@ class TraceCapture(RankCallback):
             },
         )
         path = None if capture.profiler is None else self._export(trainer, capture.profiler, step)
-        own = RankTimeline(self.meter.facts.device, parts, units, recorder.actions, None if path is None else str(path))
+        own = RankTimeline(self.meter.facts.device, parts, units, recorder.actions)
+        if path is not None:
+            own = replace(own, trace=str(path.resolve()), trace_bytes=path.stat().st_size)
         everyones: list[RankTimeline] = gather_objects(trainer, own)
         if trainer.is_global_zero:
             self._merge(trainer, everyones, step)

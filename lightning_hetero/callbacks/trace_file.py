@@ -42,6 +42,7 @@ class RankTimeline:
         units: forwards and backwards of its units.
         actions: of a pipeline's stages; empty elsewhere.
         trace: the file with what the profiler saw; None where it did not look, or could not be written.
+        trace_bytes: its size: a file of this name that rank 0 sees may be an older one, on a disk of its own.
     """
 
     device: str
@@ -49,6 +50,7 @@ class RankTimeline:
     units: list[UnitSpan] = field(default_factory=list)
     actions: list[ActionSpan] = field(default_factory=list)
     trace: str | None = None
+    trace_bytes: int = 0
 
 
 def write_whole(path: Path, trace: Mapping[str, Any]) -> None:
@@ -103,19 +105,22 @@ def merged_trace(
         if own.trace is None:
             continue
         try:
-            events += rank_events(Path(own.trace), rank)
+            events += rank_events(Path(own.trace), rank, own.trace_bytes)
         except (OSError, ValueError, KeyError) as error:
             missing.append(f"not the operations of rank {rank}: {error}")
     return {"displayTimeUnit": "ms", "traceEvents": events}, missing
 
 
-def rank_events(path: Path, rank: int) -> list[Event]:
+def rank_events(path: Path, rank: int, size_bytes: int) -> list[Event]:
     """What one rank's profiler saw, on the common clock, with processes and flows of its own.
 
     Raises:
         OSError: if the file cannot be read here: ranks of another machine may keep theirs there.
-        HeteroError: if it has no mark, by which clocks are brought together.
+        HeteroError: if it is another file, or has no mark, by which clocks are brought together.
     """
+    found_bytes = path.stat().st_size
+    if found_bytes != size_bytes:
+        raise HeteroError(f"{path} has {found_bytes} bytes here, the rank wrote {size_bytes}: its own is elsewhere")
     with path.open() as file:
         events: list[Event] = json.load(file)["traceEvents"]
     marks = [event["ts"] for event in events if event.get("name") == MARK and "ts" in event]

@@ -54,7 +54,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def run(options: argparse.Namespace) -> int:
     """Read, show, draw."""
     screen = console()
-    runs = read_runs(options.runs)
+    with progress_bar("reading") as update:
+        runs = read_runs(options.runs, update)
     out = _folder(options.out, runs)
     sections = [Section(f"{each.name}, {each.strategy}", each.emulated, run_tables(each)) for each in runs]
     if len(runs) > 1:

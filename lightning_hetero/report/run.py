@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_hetero.errors import HeteroError
-from lightning_hetero.metrics import TIMELINE, WHOLE_PLAN, Line, RunMetrics, read_metrics
+from lightning_hetero.metrics import PLAN, TIMELINE, WHOLE_PLAN, Line, RunMetrics, read_metrics
 from lightning_hetero.plan import PipelinePlan, ShardPlan
 from lightning_hetero.simulator.planned_step import PipelineSeconds, PlannedStep, plan_step
 
@@ -41,10 +41,10 @@ class Run:
 
     # -- who ran -------------------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def ranks(self) -> list[int]:
-        """Those that have lines, in order."""
-        return sorted(self.metrics.ranks)
+        """Those that have finished a step, in order."""
+        return sorted({line["rank"] for line in self.metrics.steps})
 
     @property
     def first(self) -> Line:
@@ -58,8 +58,8 @@ class Run:
 
     @property
     def missing_ranks(self) -> list[int]:
-        """Ranks without lines: their files are on another machine, or they died before."""
-        return [rank for rank in range(self.world_size) if rank not in self.metrics.ranks]
+        """Ranks without a step: their files are on another machine, or they died before."""
+        return sorted(set(range(self.world_size)) - set(self.ranks))
 
     @property
     def strategy(self) -> str:
@@ -121,12 +121,13 @@ class Run:
 
     @property
     def _whole_plan(self) -> Line | None:
-        found = [line for line in self.metrics.lines if line["kind"] == WHOLE_PLAN]
+        last = self.compared[-1]
+        found = [line for line in self.metrics.lines if line["kind"] == WHOLE_PLAN and line["step"] < last]
         return found[-1] if found else None
 
     def planned(self, rank: int) -> Line | None:
         """What the plan that held last expects of a rank in one batch of a step; None without a plan."""
-        return self.metrics.plan(rank, self.last_step)
+        return self.metrics.plan(rank, self.compared[-1] - 1)
 
     # -- what was measured ---------------------------------------------------------------------------------------------
 
@@ -152,9 +153,15 @@ class Run:
         """
         own = [{line["step"]: line for line in lines} for lines in self.by_rank.values()]
         common = sorted(set.intersection(*(set(lines) for lines in own))) if own else []
-        changes = [line["step"] for line in self.metrics.lines if line["kind"] == "plan"]
+        changes = [
+            line["step"]
+            for line in self.metrics.lines
+            if line["kind"] == PLAN and line["step"] < max(common, default=0)
+        ]
         samples = {step: sum(lines[step]["samples"] for lines in own) for step in common}
         most = max(samples.values(), default=0.0)
+
+        first = common[0] if common else 0
 
         def is_plain(step: int) -> bool:
             return not any(lines[step].get("sampled") or lines[step].get("traced") for lines in own)
@@ -162,7 +169,7 @@ class Run:
         sieves: list[Callable[[int], bool]] = [
             lambda step: samples[step] >= _FULL * most,
             lambda step: step > max(changes, default=0),
-            lambda step: step != common[0],
+            lambda step: step != first,
             is_plain,
         ]
         for sieve in sieves:
@@ -195,11 +202,14 @@ class Run:
         return None
 
 
-def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
+def read_runs(
+    paths: Sequence[str | os.PathLike[str]], update: Callable[[int, int, str], None] = lambda *_: None
+) -> list[Run]:
     """Read the last run of each folder.
 
     Args:
         paths: folders of runs, or their ``metrics.jsonl``.
+        update: is told how far it is: runs read, all runs, the one at hand.
 
     Raises:
         HeteroError: for a folder that is not there, one without metrics, a broken line or another schema, naming file
@@ -208,6 +218,7 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
     runs = []
     names = _names([Path(path) for path in paths])
     for path, name in zip(map(Path, paths), names, strict=True):
+        update(len(runs), len(paths), str(path))
         if not path.exists():
             raise HeteroError(f"{path} does not exist: give the folder that holds a run's metrics.jsonl")
         found = read_metrics(path)
@@ -216,6 +227,7 @@ def read_runs(paths: Sequence[str | os.PathLike[str]]) -> list[Run]:
         run = Run(path, name, found[-1], len(found) - 1)
         _check(run)
         runs.append(run)
+    update(len(runs), len(paths), "done")
     return runs
 
 
@@ -234,6 +246,8 @@ def _check(run: Run) -> None:
                 f"{run.path} has steps of rank {line['rank']} and no line that begins its run: the file was cut; "
                 "delete the lines of this rank"
             )
+    if not run.compared:
+        raise HeteroError(f"{run.path} has no step that all of its ranks have finished: give another run")
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

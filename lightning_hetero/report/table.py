@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 ABSENT = "-"
 
@@ -46,12 +47,13 @@ class ReportTable:
     def show(self, screen: Console) -> None:
         """Print it."""
         if self.rows:
-            table = Table(title=self.title, title_justify="left")
+            # as Text, since names of devices and folders are no markup
+            table = Table(title=Text(self.title), title_justify="left")
             for name in self.columns:
-                table.add_column(name, justify="left" if name in self.left else "right")
+                table.add_column(Text(name), justify="left" if name in self.left else "right")
             for row in self.rows:
-                table.add_row(*row)
-            screen.print(table, markup=False)
+                table.add_row(*map(Text, row))
+            screen.print(table)
         else:
             screen.print(self.title, markup=False, soft_wrap=True, style="italic")
         for note in self.notes:

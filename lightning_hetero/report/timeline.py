@@ -36,7 +36,7 @@ def timeline_figure(run: Run) -> Figure:
     planned_s = planned.step_s if isinstance(planned, PlannedStep) else 0.0
     factor, unit = seconds_unit([step_s, planned_s])
     rows = len(ranks)
-    figure = new_figure(_WIDTH, 2.2 + 2 * (0.5 + max(0.24, 0.42 - 0.006 * rows) * rows))
+    figure = new_figure(_WIDTH, 2.2 + 2 * (0.5 + max(0.18, 0.42 - 0.006 * rows) * rows))
     top, bottom = figure.subplots(2, 1, sharex=isinstance(planned, PlannedStep))
     if isinstance(planned, PlannedStep):
         _draw(top, ranks, planned.spans, planned.step_s, factor, max(step_s, planned_s))
