@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -90,9 +91,23 @@ def orders_of(fits: list[Fit]) -> list[tuple[str, str]]:
     return [_order_of(fit) for fit in fits]
 
 
-def _order_of(fit: Fit) -> tuple[str, str]:
+def in_flight_of(fits: list[tuple[Fit, int]]) -> list[tuple[str, int]]:
+    """The events of one step's forward, and how many reductions may run at once, on devices of so many bytes."""
+    found = []
+    for fit, memory_bytes in fits:
+        strategy = strategy_for(fit)
+        assert strategy.cluster is not None
+        devices = tuple(replace(device, memory_bytes=memory_bytes) for device in strategy.cluster.devices)
+        strategy.cluster = replace(strategy.cluster, devices=devices)
+        forward, _ = _order_of(fit, strategy)
+        assert strategy.gradients.reduce_scatter is not None
+        found.append((forward, strategy.gradients.reduce_scatter.in_flight))
+    return found
+
+
+def _order_of(fit: Fit, strategy: HeteroFSDPStrategy | None = None) -> tuple[str, str]:
     watch = Watch(fit.ranks)
-    strategy = strategy_for(fit)
+    strategy = strategy or strategy_for(fit)
     module = Plain(fit.network)
     trainer = pl.Trainer(
         strategy=strategy, devices=fit.ranks, max_steps=2, precision="64-true", callbacks=[watch], **QUIET

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from lightning_hetero.strategies.opening import Opening
 from lightning_hetero.strategies.options import ShardingOptions
 from tests.fits import Classifier, Fit, cluster_for
 from tests.harness import WarmRanks
-from tests.option_fits import fitted, of_types, orders_of, said_and_seen, without_overlap
+from tests.option_fits import WIDTHS, fitted, in_flight_of, of_types, orders_of, said_and_seen, without_overlap
 
 FORWARD = {
     "ahead": "G0 G1 F0 G2 F1 F2",
@@ -54,7 +55,15 @@ def test_parameters_that_stay_gathered_are_not_gathered_again(ranks: WarmRanks) 
     fit = Fit(network="mlp", shares=(4, 2), reshard=False)
     fits = [fit.on(options={"backward_prefetch": when}) for when in ("BACKWARD_PRE", "BACKWARD_POST", "NONE")]
     for found in ranks.run(2, orders_of, fits):
-        assert found == [(FORWARD["ahead"], BACKWARD["gathered"])] * 3
+        assert found == [(FORWARD["two ahead"], BACKWARD["gathered"])] * 3
+
+
+def test_what_stays_gathered_is_in_flight_at_once_where_there_is_room(ranks: WarmRanks) -> None:
+    fit = Fit(network="mlp", shares=(4, 2), reshard=False)
+    parameters = 8 * sum(rows * (columns + 1) for columns, rows in itertools.pairwise(WIDTHS))
+    limited = fit.on(options={"limit_all_gathers": True})
+    for found in ranks.run(2, in_flight_of, [(fit, 10 * parameters), (fit, 10 * parameters - 1), (limited, 2**30)]):
+        assert found == [(FORWARD["two ahead"], 5), (FORWARD["ahead"], 2), (FORWARD["ahead"], 5)]
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,19 @@ def test_what_returns_to_its_speed_gets_its_share_back(ranks: WarmRanks) -> None
     assert [entry["batch_shares"] for entry in result["moves"]] == [[4, 4], [6, 2], [4, 4]]
 
 
+@pytest.mark.parametrize("settle", [True, False])
+def test_the_first_window_settles_what_was_planned(ranks: WarmRanks, settle: bool) -> None:
+    """A drift of 7 %, under the threshold; once, and not when it comes later."""
+    details = {"predictions": (RankPrediction(20.0, 0.0), RankPrediction(20.0, 0.0)), "groups": ((0, 1),)}
+    rule = Rebalance(window=3, patience=2, settle=settle)
+    options = {"samples": 400, "steps": 16, "details": details}
+    late = ranks.run(2, moving, (20, 20), rule, seconds=((1.0, 1.0), (1.0, 1.15)), since=4, **options)[0]
+    assert late["moves"] == []
+    early = ranks.run(2, moving, (20, 20), rule, seconds=((1.0, 1.0), (1.15, 1.15)), **options)[0]
+    moved = [(0, 0, [20, 20]), (0, 4, [21, 19])] if settle else []
+    assert [(entry["epoch"], entry["batch"], entry["batch_shares"]) for entry in early["moves"]] == moved
+
+
 @pytest.mark.slow
 def test_noise_and_what_slows_all_alike_move_nothing(ranks: WarmRanks) -> None:
     for seconds in (((1.0, 1.04), (1.0, 1.1)), ((1.0, 3.0), (1.0, 3.0))):

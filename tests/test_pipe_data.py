@@ -197,6 +197,31 @@ def test_read_once(ranks: WarmRanks, kind: str, layout: Layout) -> None:
     assert all(read[rank] for rank in readers), read
 
 
+class ReadBy(pl.Callback):
+    """Notes how many samples have been read by the end of each step."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows, self.read = rows, []  # type: ignore[var-annotated]
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.read.append(self.rows.read)
+
+
+def read_by_step(layout: Layout, samples: int) -> list[int]:
+    rows = Rows(samples)
+    noted = ReadBy(rows)
+    trainer = trainer_of(layout, callbacks=[noted], max_epochs=1)
+    trainer.fit(seeded(Small), DataLoader(rows, batch_size=layout.batch))
+    return noted.read
+
+
+def test_the_next_batch_is_read_within_a_step(ranks: WarmRanks) -> None:
+    layout = Layout(cuts=((2, 3),), counts=(2,))
+    whole, steps = layout.counts[0] * layout.micro, 4
+    found = ranks.run(layout.world, read_by_step, layout, whole * steps, process_group=False)
+    assert found == [[0] * steps, [whole * min(steps, step + 2) for step in range(steps)]]
+
+
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

@@ -96,8 +96,8 @@ def test_moves_hold_from_their_batch_on_and_are_kept() -> None:
 
 def test_bad_values_are_refused_all_at_once() -> None:
     with pytest.raises(HeteroError) as error:
-        Rebalance(threshold=0, window=0, patience=1.5, least_gain=1)  # type: ignore[arg-type]
-    for name in ("threshold=0", "window=0", "patience=1.5", "least_gain=1"):
+        Rebalance(threshold=0, window=0, patience=1.5, least_gain=1, settle=2)  # type: ignore[arg-type]
+    for name in ("threshold=0", "window=0", "patience=1.5", "least_gain=1", "settle=2"):
         assert name in str(error.value)
     with pytest.raises(HeteroError, match=r"rebalance='yes': give True, False, a Rebalance\(threshold"):
         HeteroFSDPStrategy(rebalance="yes")  # type: ignore[arg-type]

@@ -27,9 +27,12 @@ from benchmarks.hetero_speedup.table import print_results
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.records import write_json
+from lightning_hetero.strategies.rebalance import Rebalance
 
 SCHEMA = 1
 EMULATED_BATCH_PER_RANK = 32
+SETTLING_STEPS = Rebalance().window
+"""with the step before them, what decides whether shares move, and the batch that is drawn already"""
 PARTS = ("emulated", "real_work", "overhead")
 
 
@@ -65,7 +68,7 @@ def cases(cluster_path: Path, quick: bool) -> dict[str, tuple[Case, Effort]]:
     if quick:
         efforts = Effort(1, 1), Effort(2, 1), Effort(3, 2)
     else:
-        efforts = Effort(3, 2), Effort(6, 2), Effort(20, 2)
+        efforts = Effort(3, 2), Effort(6, 2, settling_steps=SETTLING_STEPS), Effort(20, 2)
     return dict(zip(PARTS, zip((emulated, real_work, equal), efforts, strict=True), strict=True))
 
 

@@ -76,13 +76,15 @@ class Effort:
         turns: turns of every arm, alternating.
         steps: measured steps of an arm's turn.
         warmup_steps: steps of every arm before the first turn, not measured.
+        settling_steps: further ones of hetero_fsdp, whose shares may move once after the first of them.
     """
 
     turns: int
     steps: int
     warmup_steps: int = 1
+    settling_steps: int = 0
 
     @property
     def steps_per_arm(self) -> int:
-        """All steps of one arm."""
+        """All steps of one arm that does not settle."""
         return self.warmup_steps + self.turns * self.steps

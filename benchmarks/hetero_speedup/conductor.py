@@ -41,7 +41,7 @@ def measure_overhead(case: Case, effort: Effort, progress: Progress) -> dict[str
 
 def steps_of_case(case: Case, effort: Effort) -> int:
     """Steps that :func:`measure_case` will run, for a progress bar."""
-    return (2 + len(case.rank_of_kind())) * effort.steps_per_arm
+    return (2 + len(case.rank_of_kind())) * effort.steps_per_arm + effort.settling_steps
 
 
 def alternate(
@@ -55,7 +55,7 @@ def alternate(
             progress(f"{title}: starting {name}", 0)
             running[name] = stack.enter_context(contextlib.closing(ArmRanks(name, arm, case, case.world_size)))
             times[name].info = running[name].wait_ready()
-            for _ in range(effort.warmup_steps):
+            for _ in range(effort.warmup_steps + (effort.settling_steps if name == HETERO else 0)):
                 running[name].step()
                 progress(f"{title}: {name}", 1)
         for turn in range(effort.turns):
@@ -64,8 +64,8 @@ def alternate(
             for name in order:
                 progress(f"{title}: {name}", 0)
                 times[name].turns.append(list(_steps(running[name], effort.steps, title, progress)))
-        for ranks in running.values():
-            ranks.stop()
+        for name, ranks in running.items():
+            times[name].info |= ranks.stop()
     return times
 
 

@@ -22,8 +22,8 @@ from typing import Any
 from benchmarks.hetero_speedup.case import Case
 from benchmarks.hetero_speedup.gate import Gate
 
-Arm = Callable[[Case, int, Gate], None]
-"""An arm's function in each of its ranks: (case, rank, gate)."""
+Arm = Callable[[Case, int, Gate], dict[str, Any] | None]
+"""An arm's function in each of its ranks: (case, rank, gate); it returns what is known of it at its end."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 
@@ -85,11 +85,12 @@ class ArmRanks:
         times = self._gather("step", STEP_TIMEOUT_S)
         return float(max(end for _, end in times) - min(start for start, _ in times))
 
-    def stop(self) -> None:
-        """Let every rank finish its run, and check that it does."""
+    def stop(self) -> dict[str, Any]:
+        """Let every rank finish its run, and check that it does; returns what rank 0 said of itself then."""
         self._tell("stop")
-        self._gather("done", STEP_TIMEOUT_S)
+        told: dict[str, Any] | None = self._gather("done", STEP_TIMEOUT_S)[0]
         self.close()
+        return told or {}
 
     def close(self) -> None:
         """End the processes, finished or not, and remove their folder."""
@@ -149,8 +150,7 @@ def _run_rank(
     os.environ.update(_environment(rank, world_size, port, folder.name))
     try:
         _prepare(rank)
-        arm(case, rank, Gate(connection))
-        connection.send(("done", None))
+        connection.send(("done", arm(case, rank, Gate(connection))))
     except BaseException:  # whatever ended the arm is the conductor's to tell
         with contextlib.suppress(OSError):
             connection.send(("error", traceback.format_exc()))

@@ -32,7 +32,7 @@ from lightning_hetero.strategies.companions import Companions
 from lightning_hetero.strategies.fsdp_steps import FSDPSteps
 from lightning_hetero.strategies.gradients import GradientReduction, clip_by_one_norm
 from lightning_hetero.strategies.groups import ShardGroups, replicas_of
-from lightning_hetero.strategies.layout import find_layout, march_together, reshards_after_forward
+from lightning_hetero.strategies.layout import find_layout, is_small, march_together, reshards_after_forward
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.loss_weight import LossWeight, loss_weight_problems
 from lightning_hetero.strategies.manual import ManualSteps
@@ -92,8 +92,9 @@ class HeteroFSDPStrategy(FSDPSteps):
             overlap; "NONE" when it is needed.
         forward_prefetch: whether a block gathers the next ones by an explicit list. Default: on gloo, where nothing
             else overlaps; on NCCL streams do.
-        limit_all_gathers: how many blocks may be gathered at once: True (default) is 2, the one that computes and the
-            next; n >= 1 is n; False is no limit. Each holds a whole block's parameters.
+        limit_all_gathers: how many blocks may be gathered at once: True is 2, the one that computes and the next;
+            n >= 1 is n; False is no limit. Each holds a whole block's parameters. Default: 2; on gloo no limit where
+            parameters stay gathered anyway and take less than a tenth of every device's memory.
         cpu_offload: keep shards, their gradients and optimizer states in the host's memory: much less memory on the
             device, and a copy each way per block. Does nothing on CPU ranks.
         activation_checkpointing: compute blocks' forward again in backward in place of keeping activations: True for
@@ -272,7 +273,8 @@ class HeteroFSDPStrategy(FSDPSteps):
             # gloo's all-gathers block unless they are asynchronous and asked for ahead (DESIGN 5)
             torch_adapter.set_unshard_async(module, True)
         self.gradients = GradientReduction(module, self.groups, self.root_device)
-        order_gathers(module, units, self.options, self.gradients.reduce_scatter)
+        roomy = not self.reshards and is_small(module, self.cluster)
+        order_gathers(module, units, self.options, self.gradients.reduce_scatter, roomy=roomy)
         if len(self.groups.replicas) > 1:
             lightning_adapter.clip_norms_by(self.precision_plugin, clip_by_one_norm)
         self._forwards = self._wrap_forwards(units)

@@ -95,8 +95,13 @@ def reshards_after_forward(
         return plan.mode_of(plan.group_of(rank)) == "FULL_SHARD"
     if options.reshards is not None:
         return options.reshards
+    return not is_small(module, cluster)
+
+
+def is_small(module: nn.Module, cluster: Cluster) -> bool:
+    """Return whether the whole model's parameters take at most a tenth of every device's memory."""
     whole = sum(p.numel() * p.element_size() for p in module.parameters())
-    return whole * 10 > min(device.memory_bytes for device in cluster.devices)
+    return whole * 10 <= min(device.memory_bytes for device in cluster.devices)
 
 
 def march_together(module: nn.Module, plan: ShardPlan | None) -> bool:

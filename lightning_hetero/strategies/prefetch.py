@@ -27,8 +27,13 @@ def order_gathers(
     units: Sequence[Unit],
     options: ShardingOptions,
     reduce_scatter: OverlappedReduceScatter | None,
+    *,
+    roomy: bool = False,
 ) -> None:
     """Have each block gather others ahead, in forward and in backward, as the options say.
+
+    On gloo a rank that is early waits in the next collective, block by block, unless that was issued long before: with
+    room for it, all are, and ranks meet once a step. What disturbs one of them for a moment then costs nobody.
 
     Args:
         root: the sharded model.
@@ -36,11 +41,16 @@ def order_gathers(
         options: ``backward_prefetch``, ``forward_prefetch`` and ``limit_all_gathers``.
         reduce_scatter: reduces gradients on gloo, where nothing runs ahead unless it is asked for; None on NCCL, where
             FSDP2's own prefetch is kept if it does what the options say.
+        roomy: whether all blocks' parameters stay gathered from forward to backward anyway, and their gradients have
+            room beside them: then nothing limits what is in flight, unless the options do.
     """
     modules: list[FSDPModule] = [module for module in root.modules() if isinstance(module, FSDPModule)]
     blocks: list[FSDPModule] = [u.module for u in units if u.is_block and isinstance(u.module, FSDPModule)]
     on_gloo = reduce_scatter is not None
-    ahead = len(blocks) if options.gathers_ahead is None else options.gathers_ahead
+    unlimited = options.gathers_ahead is None or (roomy and on_gloo and options.limit_all_gathers is None)
+    ahead = len(blocks) if unlimited else options.gathers_ahead or 0
+    if reduce_scatter is not None and roomy:
+        reduce_scatter.in_flight = len(modules)
     when = options.backward if ahead else "NONE"
     for module in modules:
         module.set_modules_to_forward_prefetch([])

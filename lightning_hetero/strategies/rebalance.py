@@ -32,6 +32,8 @@ class Rebalance:
         window: training batches that a measurement is the median of; after each, ranks compare (one small collective).
         patience: windows in a row over the threshold before anything moves.
         least_gain: how much shorter the slowest rank's seconds have to become, from 0 to below 1.
+        settle: whether shares may move after the first window by ``least_gain`` alone: whole steps under each other's
+            load say more than the few that the plan was measured by.
 
     Raises:
         HeteroError: listing every value that cannot be used.
@@ -41,6 +43,7 @@ class Rebalance:
     window: int = 5
     patience: int = 2
     least_gain: float = 0.03
+    settle: bool = True
 
     def __post_init__(self) -> None:
         problems = []
@@ -52,6 +55,9 @@ class Rebalance:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 problems.append(f"{name}={value!r}: give a whole number, 1 or more")
+        settle: object = self.settle
+        if not isinstance(settle, bool):
+            problems.append(f"settle={settle!r}: give True or False")
         raise_all(HeteroError, "Rebalance cannot take these values", problems)
 
 
@@ -95,6 +101,7 @@ class Rebalancer:
     def _forget(self) -> None:
         self._window: list[float] = []
         self._over = 0
+        self._settled = False
         self._expected_s: tuple[float, ...] | None = None
         self._most_run: list[int] = []
 
@@ -192,11 +199,13 @@ class Rebalancer:
         measured_s = [numbers[0] for numbers in ranks]
         if self._expected_s is None:
             # nothing was predicted: what the first window shows is what to expect
+            self._settled = True
             self._expected_s = tuple(max(seconds, 1e-12) for seconds in measured_s)
             return
         drift = max(map(abs, drifts(measured_s, self._expected_s)))
         self._over = self._over + 1 if drift > rule.threshold else 0
-        if self._over < rule.patience:
+        settles, self._settled = rule.settle and not self._settled, True
+        if self._over < rule.patience and not settles:
             return
         self._over = 0
         self._try_to_move(rule, loader, plan, measured_s, ranks)
