@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from lightning_hetero.report.measured_rank import MeasuredRank, Pair, measured_ranks
 from lightning_hetero.report.run import Run
-from lightning_hetero.report.run_tables import no_flops, no_memory
+from lightning_hetero.report.run_tables import many, no_flops, no_memory
 from lightning_hetero.report.style import (
     COLORS,
     MEASURED,
@@ -67,7 +67,6 @@ def rates_figure(run: Run) -> Figure:
         label="if it never waited",
     )
     _bars(axes, ranks, rates, "throughput", "samples/s", label="measured")
-    axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     flops = [each.tflops_per_s for each in ranks]
     if all(value is None for value in flops):
         say(panels[1], f"no TFLOP/s: {no_flops(run)}")
@@ -83,6 +82,7 @@ def rates_figure(run: Run) -> Figure:
         factor, unit = bytes_unit(memory)
         scaled = [None if value is None else factor * value for value in memory]
         _bars(panels[2], ranks, scaled, "peak memory", unit)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False, fontsize=9)
     head(figure, run, "What every rank did")
     return figure
 
@@ -111,7 +111,7 @@ def parts_figure(run: Run) -> Figure:
         )
     axes.set_yticks(range(len(ranks)), [f"rank {each.rank} ({each.device[:24]})" for each in ranks])
     axes.invert_yaxis()
-    axes.set_xlabel(f"time of a step ({unit}), mean over {len(run.compared)} steps")
+    axes.set_xlabel(f"time of a step ({unit}), mean over {many(len(run.compared), 'step')}")
     plain(axes)
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     head(figure, run, "Where the time of a step goes")

@@ -14,12 +14,12 @@ PLANNED, MEASURED = "#9aa5b1", "#1f6feb"
 
 COLORS = {
     "compute": "#1f6feb",
-    "F": "#1f6feb",
+    "F": "#457b9d",
     "B": "#e76f51",
     "I": "#e9a15b",
     "W": "#8d6a9f",
     "waiting": "#d9dee4",
-    "idle": "#d9dee4",
+    "idle": "#efdcae",
     "messages": "#d9dee4",
     "communication": "#e9c46a",
     "blocked": "#efdcae",
@@ -34,7 +34,7 @@ NAMES = {
     "B": "backward",
     "I": "backward, inputs",
     "W": "backward, parameters",
-    "idle": "waiting, communication",
+    "idle": "waiting or communication",
     "blocked": "waiting or communication",
     "messages": "waiting for messages",
     "rest": "rest (loss, hooks, Python)",

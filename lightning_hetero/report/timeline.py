@@ -7,7 +7,7 @@ are, whose order nobody noted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 from lightning_hetero.metrics import Line
 from lightning_hetero.report.measured_rank import measured_ranks
 from lightning_hetero.report.run import Run
-from lightning_hetero.report.run_tables import percent
+from lightning_hetero.report.run_tables import many, percent
 from lightning_hetero.report.style import COLORS, MOST_RANKS, NAMES, head, new_figure, plain, say, seconds_unit
 from lightning_hetero.schedule import Action
 from lightning_hetero.simulator.planned_step import PlannedStep, Span
@@ -39,13 +39,14 @@ def timeline_figure(run: Run) -> Figure:
     figure = new_figure(_WIDTH, 2.2 + 2 * (0.5 + max(0.18, 0.42 - 0.006 * rows) * rows))
     top, bottom = figure.subplots(2, 1, sharex=isinstance(planned, PlannedStep))
     if isinstance(planned, PlannedStep):
-        _draw(top, ranks, planned.spans, planned.step_s, factor, max(step_s, planned_s))
+        _draw(top, ranks, planned.spans, dict.fromkeys(ranks, planned.step_s), factor, max(step_s, planned_s))
         assumed = f" ({planned.assumed})" if planned.assumed else ""
         top.set_title(f"planned{assumed}", fontsize=10, loc="left")
         top.set_ylabel("rank")
     else:
         say(top, f"nothing planned: {planned}")
-    _draw(bottom, ranks, measured, step_s, factor, max(step_s, planned_s))
+    ends = {rank: max((span.end_s for span in measured if span.rank == rank), default=0.0) for rank in ranks}
+    _draw(bottom, ranks, measured, ends, factor, max(step_s, planned_s))
     bottom.set_title(note, fontsize=10, loc="left")
     bottom.set_ylabel("rank")
     bottom.set_xlabel(f"time in the step ({unit})")
@@ -66,8 +67,8 @@ def _measured(run: Run, ranks: Sequence[int]) -> tuple[list[Span], float, str]:
     if not lines:
         found = list(_of_parts(run, ranks))
         end_s = max((span.end_s for span in found), default=0.0)
-        steps = len(run.compared)
-        note = f"measured, mean of {steps} steps: parts are not in their order, which TraceCapture notes"
+        steps = many(len(run.compared), "step")
+        note = f"measured, mean of {steps}: parts are not in their order, which TraceCapture notes"
         return found, end_s, note
     found = [span for rank, line in lines.items() for span in _of_line(rank, line)]
     end_s = max((span.end_s for span in found), default=0.0)
@@ -96,11 +97,19 @@ def _of_line(rank: int, line: Line) -> Iterator[Span]:
             yield Span(rank, name, name, start_s, end_s)
 
 
-def _draw(axes: Axes, ranks: Sequence[int], spans: Sequence[Span], step_s: float, factor: float, most_s: float) -> None:
-    """Rows of spans, and at the right end the share of the step in which a rank computes nothing."""
+def _draw(
+    axes: Axes,
+    ranks: Sequence[int],
+    spans: Sequence[Span],
+    ends_s: Mapping[int, float],
+    factor: float,
+    most_s: float,
+) -> None:
+    """Rows of spans until each rank's end, and there the share of the step in which it computes nothing."""
     place = {rank: index for index, rank in enumerate(ranks)}
     busy_s = dict.fromkeys(ranks, 0.0)
-    axes.barh(range(len(ranks)), [step_s * factor] * len(ranks), height=0.82, color=_BUBBLE, edgecolor="#c4cad1")
+    widths = [ends_s[rank] * factor for rank in ranks]
+    axes.barh(range(len(ranks)), widths, height=0.82, color=_BUBBLE, edgecolor="#c4cad1")
     for kind in dict.fromkeys(span.kind for span in spans):
         own = [span for span in spans if span.kind == kind and span.rank in place]
         # edges part actions that follow one another, and would hide what is narrower than they are
@@ -124,8 +133,9 @@ def _draw(axes: Axes, ranks: Sequence[int], spans: Sequence[Span], step_s: float
             number = str(Action.parse(span.name).micro_batch)
             axes.text(middle, place[span.rank], number, ha="center", va="center", fontsize=8, color="white")
     for rank in ranks:
-        idle = percent(max(0.0, 1 - busy_s[rank] / step_s)) if step_s > 0 else ""
-        axes.text(step_s * factor, place[rank], f" idle {idle}", va="center", fontsize=8)
+        if ends_s[rank] > 0:
+            idle = percent(max(0.0, 1 - busy_s[rank] / ends_s[rank]))
+            axes.text(ends_s[rank] * factor, place[rank], f" idle {idle}", va="center", fontsize=8)
     if len(ranks) <= 32:
         axes.set_yticks(range(len(ranks)), [str(rank) for rank in ranks])
     axes.set_xlim(0, 1.1 * most_s * factor)
