@@ -134,6 +134,8 @@ def test_compared_are_full_steps_that_nobody_looked_into(tmp_path: Path) -> None
     assert [pair.busy_s.planned for pair in measured_ranks(run)] == [0.5, 0.5]
     write_run(tmp_path / "b", steps=2, each={2: {"traced": True}})
     assert read(tmp_path / "b").compared == [2]  # better than none
+    warming_up = read(write_run(tmp_path / "c", steps=1))
+    assert run_tables(warming_up)[0].notes[0].startswith("means over 1 full step, 1 of 1, the first, which warms up;")
 
 
 def test_emulated_devices_are_named_so_on_every_table(tmp_path: Path) -> None:

@@ -140,6 +140,11 @@ class Run:
         return found
 
     @property
+    def first_step(self) -> int:
+        """The first one that any rank has."""
+        return min(line["step"] for line in self.metrics.steps)
+
+    @property
     def last_step(self) -> int:
         """The last one that any rank has."""
         return max((line["step"] for line in self.metrics.steps), default=0)

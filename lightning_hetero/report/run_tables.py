@@ -105,7 +105,7 @@ def straggler_table(run: Run) -> ReportTable:
         return ReportTable(labelled(run, "Stragglers"), columns, tuple(rows))
     had = run.had("StragglerMonitor")
     why = {
-        True: "no rank was slower than expected by more than the threshold",
+        True: "StragglerMonitor named none",
         False: "not looked for, StragglerMonitor was not among the callbacks",
         None: "none was named",
     }[had]
@@ -116,7 +116,10 @@ def _about(run: Run, ranks: Sequence[MeasuredRank]) -> list[str]:
     """Over which steps, and the run as a whole."""
     steps = run.compared
     total = sum(each.samples_per_s for each in ranks)
-    text = f"means over {many(len(steps), 'full step')}, {steps[0]} to {steps[-1]} of {run.last_step}"
+    which = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0])
+    text = f"means over {many(len(steps), 'full step')}, {which} of {run.last_step}"
+    if steps == [run.first_step]:
+        text += ", the first, which warms up"
     lines = [f"{text}; together {total:.4g} samples/s" if not run.missing_ranks else text]
     whole = run.plan
     if whole is not None and whole.predicted_step_s:
