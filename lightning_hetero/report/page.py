@@ -13,7 +13,7 @@ from lightning_hetero.report.run_tables import EMULATED
 from lightning_hetero.report.table import ReportTable
 
 _STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; color: #1c2733; max-width: 1180px; margin: 2em auto; padding: 0 1.2em }
+body { font: 15px/1.45 system-ui, sans-serif; color: #1c2733; max-width: 1320px; margin: 2em auto; padding: 0 1.2em }
 h1 { font-size: 1.6em } h2 { font-size: 1.3em; border-top: 1px solid #d9dee4; padding-top: 1em; margin-top: 2em }
 h3 { font-size: 1.05em; margin: 1.6em 0 .5em }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px }

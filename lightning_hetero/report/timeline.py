@@ -25,7 +25,7 @@ _BUBBLE = "#f1f3f5"
 _NAMED = 0.012
 """share of the step from which on an action is wide enough for its number"""
 
-_WIDTH = 13.0
+_WIDTH = 12.0
 
 
 def timeline_figure(run: Run) -> Figure:
