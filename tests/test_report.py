@@ -160,8 +160,9 @@ def test_cells_are_no_markup(tmp_path: Path) -> None:
 
 
 def test_scaling_against_the_smallest_run_and_against_no_waiting(tmp_path: Path) -> None:
+    alike = {"device": "d"}
     runs = [
-        read(write_run(tmp_path / str(ranks), ranks=ranks, samples=(5.0,) * ranks, each=steps))
+        read(write_run(tmp_path / str(ranks), ranks=ranks, samples=(5.0,) * ranks, each=steps, header=alike))
         for ranks, steps in ((4, {}), (1, {step: {"step_s": 1.0} for step in range(1, 5)}))
     ]
     (line,) = scaling_lines(runs)
@@ -172,6 +173,10 @@ def test_scaling_against_the_smallest_run_and_against_no_waiting(tmp_path: Path)
     table = scaling_table([line])
     assert column(table, "of the\nideal") == ["100.0 %", "80.0 %"]
     assert not any("not weak" in note for note in table.notes)
+    # a run of other devices has no such ideal, nor has one that is alone
+    other = read(write_run(tmp_path / "x", ranks=2, samples=(5.0,) * 2, header={"device": "e"}))
+    assert column(scaling_table(scaling_lines([*runs, other])), "ideal") == ["5", "-", "20"]
+    assert column(scaling_table(scaling_lines([other])), "of the\nideal") == ["-"]
 
 
 def test_runs_that_are_not_alike_are_not_one_line(tmp_path: Path) -> None:

@@ -107,14 +107,16 @@ def test_without_a_trace_parts_are_drawn_and_said_to_have_no_order(tmp_path: Pat
 
 
 def test_scaling(tmp_path: Path) -> None:
-    runs = [read(write_run(tmp_path / str(n), ranks=n, samples=(5.0,) * n)) for n in (1, 2)]
+    alike = {"device": "d"}
+    runs = [read(write_run(tmp_path / str(n), ranks=n, samples=(5.0,) * n, header=alike)) for n in (1, 2)]
     total, share = scaling_figure(scaling_lines(runs)).axes
     measured, ideal, own = [list(line.get_xydata()[:, 1]) for line in total.lines]
     assert measured == [4.0, 8.0]
     assert ideal == [4.0, 8.0]
     assert own == pytest.approx([5 / 0.75, 5 / 0.75 + 5])
     assert (total.get_xlabel(), total.get_ylabel()) == ("ranks", "throughput (samples/s)")
-    assert list(share.lines[1].get_xydata()[:, 1]) == [100, 100]
+    assert list(share.lines[0].get_xydata()[:, 1]) == [100, 100]
+    assert list(share.lines[1].get_xydata()[:, 1]) == pytest.approx([60, 100 * 8 / (5 / 0.75 + 5)])
 
 
 def test_every_figure_says_that_devices_are_emulated(tmp_path: Path) -> None:

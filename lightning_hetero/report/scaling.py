@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning_hetero.report.measured_rank import measured_ranks
 from lightning_hetero.report.run import Run
 from lightning_hetero.report.run_tables import EMULATED, percent
-from lightning_hetero.report.table import ABSENT, ReportTable, cells
+from lightning_hetero.report.table import ReportTable, cells
 
 _SAME = 0.02
 """by how much samples per rank may differ in weak scaling"""
@@ -21,6 +21,7 @@ class Point:
     Attributes:
         name: of the run.
         ranks: how many.
+        devices: their kinds.
         samples: of a step, over all ranks.
         samples_per_s: over all ranks; None where ranks are missing.
         own_samples_per_s: what its ranks could do together if none ever waited: their samples over their own compute.
@@ -28,6 +29,7 @@ class Point:
 
     name: str
     ranks: int
+    devices: frozenset[str]
     samples: float
     samples_per_s: float | None
     own_samples_per_s: float | None
@@ -59,8 +61,13 @@ class ScalingLine:
         return max(each) <= min(each) * (1 + _SAME)
 
     def ideal(self, point: Point) -> float | None:
-        """Samples/s of as many ranks as the point has, at what each rank of the smallest run does."""
+        """Samples/s of as many ranks as the point has, at what each rank of the smallest run does.
+
+        None where there is no other run, or its devices are of other kinds.
+        """
         first = self.points[0]
+        if len(self.points) == 1 or point.devices != first.devices:
+            return None
         return None if first.samples_per_s is None else first.samples_per_s / first.ranks * point.ranks
 
 
@@ -98,11 +105,11 @@ def scaling_table(lines: Sequence[ScalingLine]) -> ReportTable:
                 )
             )
     notes = [
-        "ideal: the smallest run's samples/s for each rank, times the ranks; it fits devices that are alike",
+        "ideal: the smallest run's samples/s for each rank, times the ranks; none for other devices than its own",
         "without waiting: what the ranks of this run would do together if none ever waited, by their own compute",
     ]
     notes += [f"{line.label}: not weak scaling, since samples a rank differ" for line in lines if not line.is_weak]
-    if any(ABSENT in row for row in rows):
+    if any(point.samples_per_s is None for line in lines for point in line.points):
         notes.append("no samples/s of runs whose ranks' lines are not all here")
     emulated = f" ({EMULATED})" if any(line.emulated for line in lines) else ""
     columns = (
@@ -122,10 +129,11 @@ def scaling_table(lines: Sequence[ScalingLine]) -> ReportTable:
 
 def _point(run: Run) -> Point:
     ranks = measured_ranks(run)
+    devices = frozenset(each.device for each in ranks)
     samples = sum(each.samples for each in ranks)
     if run.missing_ranks:
-        return Point(run.name, run.world_size, samples * run.world_size / len(ranks), None, None)
+        return Point(run.name, run.world_size, devices, samples * run.world_size / len(ranks), None, None)
     own = [each.own_samples_per_s for each in ranks if each.samples > 0]
     known = [rate for rate in own if rate is not None]
     total = sum(each.samples_per_s for each in ranks)
-    return Point(run.name, run.world_size, samples, total, sum(known) if len(known) == len(own) else None)
+    return Point(run.name, run.world_size, devices, samples, total, sum(known) if len(known) == len(own) else None)

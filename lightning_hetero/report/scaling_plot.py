@@ -26,15 +26,21 @@ def scaling_figure(lines: Sequence[ScalingLine]) -> Figure:
             continue
         ranks = [point.ranks for point, _ in there]
         total.plot(ranks, [value for _, value in there], marker="o", color=color, label=f"{line.label}, measured")
-        ideal = [(point.ranks, line.ideal(point)) for point, _ in there]
-        total.plot(
-            [count for count, _ in ideal],
-            [value for _, value in ideal],
-            color=color,
-            linestyle="--",
-            alpha=0.7,
-            label=f"{line.label}, ideal from the smallest",
-        )
+        pairs = [(point.ranks, value, line.ideal(point)) for point, value in there]
+        ideal = [(count, value, best) for count, value, best in pairs if best is not None]
+        if ideal:
+            total.plot(
+                [count for count, _, _ in ideal],
+                [best for _, _, best in ideal],
+                color=color,
+                linestyle="--",
+                alpha=0.7,
+                label=f"{line.label}, ideal from the smallest",
+            )
+            shares = [100 * value / best for _, value, best in ideal]
+            share.plot(
+                [count for count, _, _ in ideal], shares, color=color, marker="o", label=f"{line.label}, of the ideal"
+            )
         own = [(point.ranks, point.own_samples_per_s) for point, _ in there if point.own_samples_per_s is not None]
         if own:
             total.plot(
@@ -47,9 +53,14 @@ def scaling_figure(lines: Sequence[ScalingLine]) -> Figure:
             )
             rates = {point.ranks: value for point, value in there}
             shares = [100 * rates[count] / rate for count, rate in own]
-            share.plot([count for count, _ in own], shares, color=color, linestyle=":", marker="x")
-        values = [100 * value / (line.ideal(point) or value) for point, value in there]
-        share.plot(ranks, values, color=color, marker="o")
+            share.plot(
+                [count for count, _ in own],
+                shares,
+                color=color,
+                linestyle=":",
+                marker="x",
+                label=f"{line.label}, of no waiting",
+            )
     share.axhline(100, color="#6b7785", linewidth=0.8)
     for axes in (total, share):
         axes.set_xscale("log", base=2)
@@ -60,8 +71,9 @@ def scaling_figure(lines: Sequence[ScalingLine]) -> Figure:
         axes.set_ylim(bottom=0)
         plain(axes)
     total.set_ylabel("throughput (samples/s)")
-    share.set_ylabel("share (%): o of the ideal, x of no waiting")
-    total.legend(fontsize=8, frameon=False)
+    share.set_ylabel("share (%)")
+    for axes in (total, share):
+        axes.legend(fontsize=8, frameon=False)
     weak = all(line.is_weak for line in lines)
     what = "Weak scaling" if weak else "Scaling, samples a rank differ between runs"
     title(figure, what, any(line.emulated for line in lines))

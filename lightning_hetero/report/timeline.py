@@ -45,7 +45,9 @@ def timeline_figure(run: Run) -> Figure:
         top.set_ylabel("rank")
     else:
         say(top, f"nothing planned: {planned}")
-    ends = {rank: max((span.end_s for span in measured if span.rank == rank), default=0.0) for rank in ranks}
+    # a step that was traced is one for all; means end where they end
+    own = {rank: max((span.end_s for span in measured if span.rank == rank), default=0.0) for rank in ranks}
+    ends = dict.fromkeys(ranks, step_s) if run.timelines else own
     _draw(bottom, ranks, measured, ends, factor, max(step_s, planned_s))
     bottom.set_title(note, fontsize=10, loc="left")
     bottom.set_ylabel("rank")
