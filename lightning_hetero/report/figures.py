@@ -38,12 +38,14 @@ def run_pictures(run: Run, folder: Path) -> Iterator[Picture]:
     """
     for name, draw, caption in RUN_FIGURES:
         path = folder / f"{name}.png"
-        save_figure(draw(run), path)
-        yield Picture(path, caption)
+        figure = draw(run)
+        save_figure(figure, path)
+        yield Picture(path, caption, figure.get_figwidth())
 
 
 def scaling_picture(lines: Sequence[ScalingLine], folder: Path) -> Picture:
     """Draw and write the figure of several runs."""
     path = folder / "scaling.png"
-    save_figure(scaling_figure(lines), path)
-    return Picture(path, SCALING_CAPTION)
+    figure = scaling_figure(lines)
+    save_figure(figure, path)
+    return Picture(path, SCALING_CAPTION, figure.get_figwidth())

@@ -12,6 +12,9 @@ from pathlib import Path
 from lightning_hetero.report.run_tables import EMULATED
 from lightning_hetero.report.table import ReportTable
 
+_DOTS = 110
+"""of the page for an inch of a figure: letters of 8 points are 12 dots high"""
+
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #1c2733; max-width: 1320px; margin: 2em auto; padding: 0 1.2em }
 h1 { font-size: 1.6em } h2 { font-size: 1.3em; border-top: 1px solid #d9dee4; padding-top: 1em; margin-top: 2em }
@@ -32,10 +35,12 @@ class Picture:
     Attributes:
         path: image that was written.
         caption: what it shows.
+        width_inches: of the figure.
     """
 
     path: Path
     caption: str
+    width_inches: float
 
 
 @dataclass(frozen=True)
@@ -74,11 +79,7 @@ def write_page(path: Path, sections: Sequence[Section], notes: Sequence[str] = (
             parts.append(f"<p class=emulated>{html.escape(EMULATED)}</p>")
         parts += [table.as_html() for table in section.tables]
         for picture in section.pictures:
-            data = base64.b64encode(picture.path.read_bytes()).decode()
-            text = html.escape(picture.caption)
-            parts.append(
-                f"<figure><img alt='{text}' src='data:image/png;base64,{data}'><figcaption>{text}</figcaption></figure>"
-            )
+            parts.append(_figure(picture))
     parts.append("</body></html>")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -86,3 +87,11 @@ def write_page(path: Path, sections: Sequence[Section], notes: Sequence[str] = (
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _figure(picture: Picture) -> str:
+    """The image within the page, as wide as its letters are of one size with those of all others."""
+    width = round(picture.width_inches * _DOTS)
+    text = html.escape(picture.caption)
+    source = f"data:image/png;base64,{base64.b64encode(picture.path.read_bytes()).decode()}"
+    return f"<figure><img width={width} alt='{text}' src='{source}'><figcaption>{text}</figcaption></figure>"

@@ -175,6 +175,8 @@ def _ranks_below(axes: Axes, ranks: Sequence[MeasuredRank]) -> None:
     step = max(1, len(ranks) // 24)
     axes.set_xticks(range(0, len(ranks), step), labels[::step], fontsize=8)
     axes.set_xlabel("rank")
+    room = max(0.7, (4 - len(ranks)) / 2)  # bars of few ranks are no walls
+    axes.set_xlim(-room, len(ranks) - 1 + room)
 
 
 def _percent_unit(values: Values) -> tuple[float, str]:

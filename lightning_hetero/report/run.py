@@ -142,7 +142,7 @@ class Run:
     @property
     def first_step(self) -> int:
         """The first one that any rank has."""
-        return min(line["step"] for line in self.metrics.steps)
+        return int(min(line["step"] for line in self.metrics.steps))
 
     @property
     def last_step(self) -> int:
@@ -220,7 +220,7 @@ def read_runs(
         HeteroError: for a folder that is not there, one without metrics, a broken line or another schema, naming file
             and line; for a run without a step.
     """
-    runs = []
+    runs: list[Run] = []
     names = _names([Path(path) for path in paths])
     for path, name in zip(map(Path, paths), names, strict=True):
         update(len(runs), len(paths), str(path))

@@ -105,7 +105,7 @@ def scaling_table(lines: Sequence[ScalingLine]) -> ReportTable:
                 )
             )
     notes = [
-        "ideal: the smallest run's samples/s for each rank, times the ranks; none for other devices than its own",
+        "ideal: the smallest run's samples/s for each rank, times the ranks; none for other devices, or a run alone",
         "without waiting: what the ranks of this run would do together if none ever waited, by their own compute",
     ]
     notes += [f"{line.label}: not weak scaling, since samples a rank differ" for line in lines if not line.is_weak]
