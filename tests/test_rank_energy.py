@@ -133,6 +133,8 @@ def test_validation_counts_for_no_step() -> None:
     assert [line["samples"] for line in lines] == [2 * SAMPLES] * 2
     # 20 J each in four validations
     assert 0 < sum(line["joules"] for line in lines) < 40
+    joules, seconds = (sum(line[name] for line in lines) for name in ("joules", "energy_s"))
+    assert joules == pytest.approx(100.0 * seconds, rel=0.2)  # also what was before the interruption
     assert sum(line["step_s"] for line in lines) < 0.4
 
 
