@@ -139,10 +139,9 @@ def _pairs(
     unit_of: Callable[[Values], tuple[float, str]],
 ) -> None:
     factor, unit = unit_of([value for pair in pairs for value in (pair.planned, pair.measured)])
-    for side, values, color, label in (
-        (-0.2, [pair.planned for pair in pairs], PLANNED, "planned"),
-        (0.2, [pair.measured for pair in pairs], MEASURED, "measured"),
-    ):
+    planned, measured = [pair.planned for pair in pairs], [pair.measured for pair in pairs]
+    half = 0.2 if any(value is not None for value in planned) else 0.0
+    for side, values, color, label in ((-half, planned, PLANNED, "planned"), (half, measured, MEASURED, "measured")):
         there = [(place, value * factor) for place, value in enumerate(values) if value is not None]
         if not there:
             continue

@@ -36,8 +36,11 @@ def timeline_figure(run: Run) -> Figure:
     planned_s = planned.step_s if isinstance(planned, PlannedStep) else 0.0
     factor, unit = seconds_unit([step_s, planned_s])
     rows = len(ranks)
-    figure = new_figure(_WIDTH, 2.2 + 2 * (0.5 + max(0.18, 0.42 - 0.006 * rows) * rows))
-    top, bottom = figure.subplots(2, 1, sharex=isinstance(planned, PlannedStep))
+    is_planned = isinstance(planned, PlannedStep)
+    panel = 0.5 + max(0.18, 0.42 - 0.006 * rows) * rows
+    above = panel if is_planned else 0.6
+    figure = new_figure(_WIDTH, 2.2 + above + panel)
+    top, bottom = figure.subplots(2, 1, sharex=is_planned, height_ratios=[above, panel])
     if isinstance(planned, PlannedStep):
         _draw(top, ranks, planned.spans, dict.fromkeys(ranks, planned.step_s), factor, max(step_s, planned_s))
         assumed = f" ({planned.assumed})" if planned.assumed else ""
