@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -49,6 +50,25 @@ def test_what_is_drawn_is_what_the_planner_predicted(seed: int) -> None:
         assert last_s == pytest.approx(plan.predicted_step_s)
     assert last_s <= step.step_s * (1 + 1e-9)
     assert step.step_s == pytest.approx(plan.predicted_step_s)
+
+
+def test_a_stage_that_recomputes_takes_its_forward_twice() -> None:
+    for seed in range(12):
+        case = random_case(seed)
+        try:
+            plan = plan_pipeline(*case)
+        except HeteroError:
+            continue  # nothing fits
+        first, *others = plan.pipelines
+        stages = tuple(replace(stage, activation_checkpointing=True) for stage in first.stages)
+        again = replace(plan, pipelines=(replace(first, stages=stages), *others))
+        found = pipelines_seconds(again, *case)[0].stages
+        plain = tuple(replace(stage, activation_checkpointing=False) for stage in first.stages)
+        once = pipelines_seconds(replace(plan, pipelines=(replace(first, stages=plain), *others)), *case)[0].stages
+        assert [each.backward_s for each in found] == pytest.approx([each.both_s for each in once])
+        assert [each.forward_s for each in found] == [each.forward_s for each in once]
+        return
+    raise AssertionError("none of the cases has a plan")
 
 
 def test_without_seconds_a_forward_is_a_third_and_that_is_said() -> None:
