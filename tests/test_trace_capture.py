@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from torch.profiler import profile
 
 import lightning_hetero
 from lightning_hetero.callbacks import RankThroughput, StragglerMonitor, TraceCapture
@@ -174,6 +176,30 @@ def test_one_device_and_accumulation(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(forwards) == 2 * LAYERS  # both batches of the step
     assert [("traced" in line) for line in steps_of(result, 0)] == [False, True, True, False]
     assert result["hooks"] == 0
+
+
+class Slow(profile):
+    """A profiler that takes its time outside of the step."""
+
+    def start(self) -> None:
+        time.sleep(SLOW_S)
+        super().start()
+
+    def stop(self) -> None:
+        time.sleep(SLOW_S)
+        super().stop()
+
+
+SLOW_S = 0.6
+
+
+def test_what_the_profiler_takes_is_no_steps_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lightning_hetero.callbacks.trace_capture.profile", Slow)
+    result = fit(Wide(), "auto", [TraceCapture(2)], batch=2, steps=4, devices=1)
+    lines = steps_of(result, 0)
+    assert max(line["step_s"] for line in lines[1:]) < 0.8 * SLOW_S
+    assert [("interrupted" in line) for line in lines] == [False, False, True, False]
 
 
 def test_a_fit_that_fails_in_a_traced_step_leaves_nothing_behind(
