@@ -6,6 +6,7 @@ least 95 % validation accuracy.
     python examples/vit_digits.py
     python examples/vit_digits.py --strategy hetero_pipe          # or hetero_auto
     python examples/vit_digits.py --strategy auto                 # one plain process
+    python examples/vit_digits.py --metrics runs/fsdp             # then: lightning-hetero report runs/fsdp
     python examples/vit_digits.py --data path/to/images           # with train/CLASS/*.png, val/CLASS/*.png
 """
 
@@ -19,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from lightning_hetero.callbacks import RankEnergy, RankMemory, RankThroughput, StragglerMonitor, TraceCapture
 from lightning_hetero.strategies import HeteroAutoStrategy, HeteroFSDPStrategy, HeteroPipelineStrategy
 
 STRATEGIES: tuple[type[Any], ...] = (HeteroFSDPStrategy, HeteroPipelineStrategy, HeteroAutoStrategy)
@@ -152,11 +154,23 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--image-pixels", type=int, default=64, help="side to which a folder's images are scaled")
     parser.add_argument("--workers", type=int, default=0, help="loader processes of each rank")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--metrics", metavar="FOLDER", help="measure every rank, and trace a step, into this folder")
     parser.add_argument("--min-accuracy", type=float, help="exit with 1 below this; for digits 0.95")
     options = parser.parse_args(arguments)
     if options.min_accuracy is None:
         options.min_accuracy = 0.95 if options.data == "digits" else 0.0
     return options
+
+
+def measuring(folder: str) -> list[Callback]:
+    """What every rank does, into ``metrics.jsonl`` of a folder, and a trace of one step."""
+    return [
+        RankThroughput(folder=folder),
+        RankMemory(folder=folder),
+        RankEnergy(folder=folder),
+        StragglerMonitor(folder=folder),
+        TraceCapture(steps=8, folder=folder),
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -170,7 +184,9 @@ def main(arguments: list[str] | None = None) -> int:
     ours = next((each for each in STRATEGIES if each.strategy_name == options.strategy), None)
     if ours is not None and options.cluster != "none":
         strategy = ours(options.cluster, global_batch_size=options.global_batch)
+    callbacks = [] if options.metrics is None else measuring(options.metrics)
     trainer = Trainer(
+        callbacks=callbacks,
         accelerator="auto" if isinstance(strategy, str) else "cpu",
         devices=options.devices,
         strategy=strategy,

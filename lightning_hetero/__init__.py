@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         RankMemory,
         RankThroughput,
         StragglerMonitor,
+        TraceCapture,
     )
     from lightning_hetero.strategies import (
         HeteroAutoStrategy,
@@ -60,6 +61,7 @@ _LATER = {
     "RankThroughput": "callbacks",
     "Rebalance": "strategies",
     "StragglerMonitor": "callbacks",
+    "TraceCapture": "callbacks",
 }
 """names that need torch and Lightning, and where they are"""
 
@@ -106,6 +108,7 @@ if find_spec("torch") is not None and find_spec("lightning") is not None:
         "RankThroughput",
         "Rebalance",
         "StragglerMonitor",
+        "TraceCapture",
     ]
     discovery.register(_discover)
     after_import("lightning.pytorch", _register_strategies)

@@ -30,8 +30,9 @@ SCHEMA = 1
 MERGED = "metrics.jsonl"
 _OF_A_RANK = re.compile(r"metrics\.rank_(\d+)\.jsonl")
 
-RUN, STEP, PLAN = "run", "step", "plan"
-"""kinds of lines: the first of a rank in a run, one for each step, a plan that holds from then on; there are more"""
+RUN, STEP, PLAN, WHOLE_PLAN, TIMELINE = "run", "step", "plan", "whole_plan", "timeline"
+"""kinds of lines: the first of a rank in a run, one for each step, what a plan expects of the rank from then on, that
+plan itself (rank 0), and when a rank did what within a step; there are more"""
 
 Line = dict[str, Any]
 
@@ -270,16 +271,35 @@ def _sized_lines(path: Path, start: int = 0, stop: float = math.inf) -> Iterator
                 line = json.loads(content)
             except ValueError as error:
                 raise HeteroError(
-                    f"{path} has a line that is not JSON, {len(content)} bytes before byte {at} ({error}): delete it"
+                    f"{_place(path, at)} is not JSON ({error}): delete this line and read the file again"
                 ) from None
-            if not isinstance(line, dict) or "kind" not in line or "rank" not in line:
-                raise HeteroError(f"{path} has a line without kind and rank before byte {at}: it is no metrics file")
-            if line["kind"] == RUN and line.get("schema") != SCHEMA:
-                raise HeteroError(
-                    f"{path} has schema {line.get('schema')!r}, this version reads {SCHEMA}: read it with the version "
-                    "of lightning_hetero that wrote it"
-                )
+            problem = _problem(line)
+            if problem is not None:
+                raise HeteroError(f"{_place(path, at)} {problem}")
             yield line, len(content)
+
+
+def _problem(line: Any) -> str | None:
+    """What keeps a line from being read, and what to do; None where nothing does."""
+    if not isinstance(line, dict) or "kind" not in line or not isinstance(line.get("rank"), int):
+        return "is without kind and rank, and no line of a metrics file: delete it, or give another file"
+    if line["kind"] == RUN:
+        if line.get("schema") != SCHEMA:
+            return (
+                f"has schema {line.get('schema')!r}, this version reads {SCHEMA}: read it with the version of "
+                "lightning_hetero that wrote it"
+            )
+        if not isinstance(line.get("run"), str) or not isinstance(line.get("world_size"), int):
+            return "begins a run and does not say which, of how many ranks: delete the lines of this run"
+    elif not isinstance(line.get("step", 0), int):
+        return f"has the step {line['step']!r}, which is no whole number: delete this line"
+    return None
+
+
+def _place(path: Path, end: int) -> str:
+    """The line that ends at a byte, as it stands in a message."""
+    with path.open("rb") as file:
+        return f"{path}, line {file.read(end).count(10)},"
 
 
 def _rank_files(folder: Path) -> list[tuple[int, Path]]:

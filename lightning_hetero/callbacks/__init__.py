@@ -5,5 +5,14 @@ from lightning_hetero.callbacks.rank_energy import RankEnergy
 from lightning_hetero.callbacks.rank_memory import RankMemory
 from lightning_hetero.callbacks.rank_throughput import RankThroughput
 from lightning_hetero.callbacks.straggler_monitor import Straggler, StragglerMonitor
+from lightning_hetero.callbacks.trace_capture import TraceCapture
 
-__all__ = ["EmulatedDevices", "RankEnergy", "RankMemory", "RankThroughput", "Straggler", "StragglerMonitor"]
+__all__ = [
+    "EmulatedDevices",
+    "RankEnergy",
+    "RankMemory",
+    "RankThroughput",
+    "Straggler",
+    "StragglerMonitor",
+    "TraceCapture",
+]

@@ -24,8 +24,9 @@ from lightning_hetero.callbacks.step_flops import StepWatch, pipeline_of, sample
 from lightning_hetero.callbacks.step_record import Participant, StepRecord
 from lightning_hetero.callbacks.timed_collectives import time_collectives
 from lightning_hetero.callbacks.watched_units import WatchedUnits, is_sharded
+from lightning_hetero.callbacks.whole_plan import whole_plan_of
 from lightning_hetero.errors import HeteroError
-from lightning_hetero.metrics import PLAN, RUN, SCHEMA, STEP, RankFile, merge_rank_files
+from lightning_hetero.metrics import PLAN, RUN, SCHEMA, STEP, WHOLE_PLAN, RankFile, merge_rank_files
 from lightning_hetero.profiler.model_flops import StepFlops
 from lightning_hetero.profiler.step_timeline import (
     BLOCKED,
@@ -65,6 +66,7 @@ class RankMeter:
         self._in_batch = self._started = self._counted = self._interrupted = False
         self._hidden_before_s = 0.0
         self._done = -1
+        self._noted_plan: Any = None
 
     @classmethod
     def of(cls, trainer: pl.Trainer) -> RankMeter:
@@ -132,7 +134,7 @@ class RankMeter:
         self._in_batch = self._started = self._counted = self._interrupted = False
         self._hidden_before_s = self._hidden_s(trainer)
         self._done = trainer.global_step
-        self.planned = planned_of(trainer)
+        self.planned, self._noted_plan = planned_of(trainer), None
         self._open_file(trainer)
         self._write_first_line(trainer)
         if distributed:
@@ -192,6 +194,7 @@ class RankMeter:
                 "schema": SCHEMA,
                 "run": self._run,
                 **{name: value for name, value in asdict(self.facts).items() if name != "rank"},
+                "callbacks": [type(each).__name__ for each in self.participants],
                 "time": time.time(),
                 "step": trainer.global_step,
                 "plan": None if self.planned is None else asdict(self.planned),
@@ -294,6 +297,10 @@ class RankMeter:
         if planned != self.planned:
             self.write(PLAN, {"step": trainer.global_step, "plan": None if planned is None else asdict(planned)})
         self.planned = planned
+        plan = getattr(trainer.strategy, "plan", None)
+        if plan is not self._noted_plan and trainer.is_global_zero:
+            self.write(WHOLE_PLAN, {"step": trainer.global_step, **whole_plan_of(trainer)})
+        self._noted_plan = plan
 
     # -- FLOPs ---------------------------------------------------------------------------------------------------------
 

@@ -112,9 +112,9 @@ class StragglerMonitor(RankCallback):
         self._steps.clear()
 
     def step_is_complete(self, trainer: pl.Trainer, record: StepRecord) -> None:
-        """Note a step; the first one warms up, and one in which memory is counted takes longer on all ranks."""
+        """Note a step; the first one warms up, and one that is traced, or has memory counted, takes longer."""
         first, self._first = self._first, False
-        if first or record.values.get("sampled"):
+        if first or record.values.get("sampled") or record.values.get("traced"):
             return
         assert record.parts is not None
         planned = self.meter.planned

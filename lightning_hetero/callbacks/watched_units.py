@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from lightning_hetero.callbacks.run_facts import emulation_of, instruments_of
 from lightning_hetero.models.units import Unit, find_units
 from lightning_hetero.profiler.marks import UnitMarks
-from lightning_hetero.profiler.step_timeline import StepTimeline
+from lightning_hetero.strategies.instruments import ActionListener
 
 
 class WatchedUnits:
@@ -27,22 +27,27 @@ class WatchedUnits:
     def __init__(self) -> None:
         self._units: tuple[Unit, ...] = ()
         self._marks: UnitMarks | None = None
+        self.names: tuple[str, ...] = ()
+        """of the units that are told of, by index, from :meth:`listen` on"""
 
     def find(self, module: nn.Module) -> None:
         """Look for units in a module that is not wrapped yet; it may have no parameters yet either."""
         self._units = find_units(module)
 
-    def listen(self, trainer: pl.Trainer, module: nn.Module, timeline: StepTimeline) -> Callable[[], None]:
+    def listen(self, trainer: pl.Trainer, module: nn.Module, timeline: ActionListener) -> Callable[[], None]:
         """Begin to tell, once the model is wrapped; returns what ends it."""
         instruments = instruments_of(trainer)
         if instruments is not None:
             instruments.listen(timeline)
+            self.names = tuple(unit.name for unit in instruments.units)
             return lambda: instruments.unlisten(timeline)
         emulation = emulation_of(trainer)
         if emulation is not None:
             emulation.listen(timeline)
+            self.names = tuple(unit.name for unit in emulation.units)
             return lambda: emulation.unlisten(timeline)
         self._marks = marks = UnitMarks(_outside_compiled(self._units or find_units(module), module), [timeline])
+        self.names = tuple(unit.name for unit in marks.units)
         marks.attach()
         return marks.detach
 

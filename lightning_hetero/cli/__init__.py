@@ -1,4 +1,4 @@
-"""The command line: ``lightning-hetero doctor | discover | profile | plan``."""
+"""The command line: ``lightning-hetero doctor | discover | profile | plan | report``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from lightning_hetero.cli import discover, doctor, plan, profile
 from lightning_hetero.errors import HeteroError
 
 DESCRIPTION = """\
@@ -17,6 +17,7 @@ Plan the training of one model on unequal devices.
   discover   what devices there are: type, free memory, speed, links          -> cluster.yaml
   profile    what every unit of a model costs: FLOPs, bytes, seconds          -> costs.json
   plan       who does what: shard groups and batch shares, or pipeline stages -> plan.json
+  report     what every rank of a run did, against what was planned           -> tables, plots, report.html
 
 Every file is meant to be read, and may be edited by hand. The strategy hetero_fsdp does all of this by itself, for any
 model, when it is given none of them; profile and plan work on the models that this package builds by name."""
@@ -27,8 +28,15 @@ training cannot start; 2 wrong arguments, a wrong file, or no plan that fits, wi
 interrupted."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+COMMANDS = ("doctor", "discover", "profile", "plan", "report")
+
+
+def parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The parser of all commands.
+
+    Args:
+        only: one command, so that nothing is imported for the others: a report needs no torch.
+    """
     made = argparse.ArgumentParser(
         "lightning-hetero",
         description=DESCRIPTION,
@@ -37,8 +45,8 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     commands = made.add_subparsers(metavar="command", required=True)
-    for command in (doctor, discover, profile, plan):
-        command.add_to(commands)
+    for command in COMMANDS if only is None else (only,):
+        import_module(f"{__name__}.{command}").add_to(commands)
     return made
 
 
@@ -48,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: without the program's name; by default those of the process.
     """
-    options = parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser(given[0] if given[:1] and given[0] in COMMANDS else None).parse_args(given)
     try:
         return int(options.run(options))
     except HeteroError as error:

@@ -24,6 +24,9 @@ COMPUTE, BLOCKED, MESSAGES, INPUT, OPTIMIZER, REST = "compute", "blocked", "mess
 
 Stamp = float | torch.cuda.Event
 
+Span = tuple[str, float, float]
+"""a part, and the seconds at which it begins and ends"""
+
 
 @dataclass(frozen=True)
 class StepParts:
@@ -86,6 +89,9 @@ class StepTimeline:
         self._gap: str | None = None  # of which phase the unit was that ended last, where nothing has come since
         self._spare: list[torch.cuda.Event] = []
         self._closed: deque[tuple[list[tuple[str | None, Stamp]], Stamp]] = deque()
+        self.keep_spans = False
+        self.spans: list[Span] = []
+        """of the step that was taken last, where they are kept: from its last pause on, one after the other"""
 
     # -- what the trainer does -----------------------------------------------------------------------------------------
 
@@ -197,9 +203,11 @@ class StepTimeline:
 
     def _read(self, spans: list[tuple[str | None, Stamp]], end: Stamp) -> StepParts:
         seconds: dict[str, float] = {}
+        found: list[Span] = []
         stops = [stamp for _, stamp in spans[1:]] + [end]
         for (part, start), stop in zip(spans, stops, strict=True):
             if part is None:
+                found = []
                 continue
             if isinstance(start, torch.cuda.Event):
                 assert isinstance(stop, torch.cuda.Event)
@@ -208,6 +216,10 @@ class StepTimeline:
                 assert isinstance(stop, float)
                 took_s = stop - start
             seconds[f"{part}_s"] = seconds.get(f"{part}_s", 0.0) + took_s
+            if self.keep_spans:
+                at_s = found[-1][2] if found else 0.0
+                found.append((part, at_s, at_s + took_s))
+        self.spans = found
         self._spare += [stamp for _, stamp in spans if isinstance(stamp, torch.cuda.Event)]
         return StepParts(**seconds)
 

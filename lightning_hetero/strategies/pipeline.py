@@ -106,6 +106,8 @@ class HeteroPipelineStrategy(PipeSteps):
         self.costs = read_costs(costs)
         self.unit_costs: ModelCosts | None = None
         """what the plan was made from, unit by unit of the chain"""
+        self.basis: planning.Basis | None = None
+        """the same with the devices that it was measured on; None where the plan was given"""
         self._splitting: Splitting | None = None  # that a plan was asked for beforehand
         self._users_loss_weight = loss_weight
         self._summary = summary
@@ -173,7 +175,7 @@ class HeteroPipelineStrategy(PipeSteps):
         self._model_key = ModelKey(type(module).__name__, size_of(splitting.placement.model))
         if self._given_plan is None:
             basis = splitting.basis()
-            self.unit_costs = basis.costs
+            self.basis, self.unit_costs = basis, basis.costs
             self.plan = planning.make_plan(self, basis)
             rank_zero_info(f"hetero_pipe: {self.cluster.describe()}; {planning.describe(self.plan)}")
         assert self.plan is not None
