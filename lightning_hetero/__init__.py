@@ -23,7 +23,13 @@ from lightning_hetero.late import after_import
 from lightning_hetero.plan import PipelinePlan, ShardPlan
 
 if TYPE_CHECKING:
-    from lightning_hetero.callbacks import EmulatedDevices, RankEnergy
+    from lightning_hetero.callbacks import (
+        EmulatedDevices,
+        RankEnergy,
+        RankMemory,
+        RankThroughput,
+        StragglerMonitor,
+    )
     from lightning_hetero.strategies import (
         HeteroAutoStrategy,
         HeteroFSDPStrategy,
@@ -50,7 +56,10 @@ _LATER = {
     "HeteroFSDPStrategy": "strategies",
     "HeteroPipelineStrategy": "strategies",
     "RankEnergy": "callbacks",
+    "RankMemory": "callbacks",
+    "RankThroughput": "callbacks",
     "Rebalance": "strategies",
+    "StragglerMonitor": "callbacks",
 }
 """names that need torch and Lightning, and where they are"""
 
@@ -93,7 +102,10 @@ if find_spec("torch") is not None and find_spec("lightning") is not None:
         "HeteroFSDPStrategy",
         "HeteroPipelineStrategy",
         "RankEnergy",
+        "RankMemory",
+        "RankThroughput",
         "Rebalance",
+        "StragglerMonitor",
     ]
     discovery.register(_discover)
     after_import("lightning.pytorch", _register_strategies)

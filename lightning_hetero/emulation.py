@@ -107,6 +107,8 @@ class Emulation:
         self.units = tuple(units)
         self._recomputed = frozenset(recomputed)
         self.storages = LiveStorages(self._check_memory) if account_memory else None
+        self.peak = None if self.storages is None else self.storages.shared_peak()
+        self._own_peak = None if self.peak is None else self.peak.reader()
         self._timings = None if costs is None else _timings(self.units, costs, device.type)
         if costs is None and device.actual_speed_flops_per_s is None:
             raise ClusterError(
@@ -121,7 +123,7 @@ class Emulation:
         self._peak_bytes = 0
         self._chained = False
         self._chain_s: float | None = None  # where the next unit of a chain begins; None: where its host begins it
-        self._hidden_s = 0.0
+        self._hidden_s = self.hidden_total_s = 0.0
         self._overslept_s = 0.0
         self._owed_s = 0.0
         self._overruns: list[tuple[PhaseTally, float]] = []
@@ -148,6 +150,14 @@ class Emulation:
             self.storages.add_module(module)
             for optimizer in optimizers:
                 self.storages.add_optimizer(optimizer)
+
+    def listen(self, listener: UnitListener) -> None:
+        """Have one more listener told of units, around the emulation, and around those that listen already."""
+        self._marks.listen(listener)
+
+    def unlisten(self, listener: UnitListener) -> None:
+        """Have it told no longer."""
+        self._marks.unlisten(listener)
 
     def stop(self) -> None:
         """Detach from the model. What was reported so far stays."""
@@ -208,20 +218,19 @@ class Emulation:
 
     def peak_bytes(self) -> int | None:
         """The most that was live since :meth:`take_peak_bytes`; ``None`` where memory is not accounted."""
-        return None if self.storages is None else self.storages.peak_bytes
+        return None if self._own_peak is None else self._own_peak.peek()
 
     def take_peak_bytes(self) -> int | None:
         """The most that was live since the last call; ``None`` where memory is not accounted."""
-        if self.storages is None:
+        if self._own_peak is None:
             return None
-        peak_bytes = self.storages.peak_bytes
+        peak_bytes = self._own_peak.take()
         self._peak_bytes = max(self._peak_bytes, peak_bytes)
-        self.storages.reset_peak()
         return peak_bytes
 
     def report(self) -> EmulationReport:
         """What ran so far."""
-        peak_bytes = None if self.storages is None else max(self._peak_bytes, self.storages.peak_bytes)
+        peak_bytes = None if self._own_peak is None else max(self._peak_bytes, self._own_peak.peek())
         from_costs = self._timings is not None
         return EmulationReport.of(self.rank, self.device, self._tallies, from_costs=from_costs, peak_bytes=peak_bytes)
 
@@ -315,6 +324,7 @@ class Emulation:
         """Let a unit end ``target_s`` seconds after the end of the one before in its chain."""
         start_s = began_s if self._chain_s is None else min(self._chain_s, began_s)
         self._hidden_s += began_s - start_s
+        self.hidden_total_s += began_s - start_s
         deadline_s = start_s + target_s
         late_s = time.perf_counter() - deadline_s
         self._chain_s = deadline_s

@@ -19,6 +19,7 @@ LEVELS = {
     "swap": 0,
     "cluster": 1,
     "costs": 1,
+    "metrics": 1,
     "schedule": 1,
     "plan": 1,
     "simulator": 2,

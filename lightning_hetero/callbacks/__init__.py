@@ -2,5 +2,8 @@
 
 from lightning_hetero.callbacks.emulated_devices import EmulatedDevices
 from lightning_hetero.callbacks.rank_energy import RankEnergy
+from lightning_hetero.callbacks.rank_memory import RankMemory
+from lightning_hetero.callbacks.rank_throughput import RankThroughput
+from lightning_hetero.callbacks.straggler_monitor import Straggler, StragglerMonitor
 
-__all__ = ["EmulatedDevices", "RankEnergy"]
+__all__ = ["EmulatedDevices", "RankEnergy", "RankMemory", "RankThroughput", "Straggler", "StragglerMonitor"]

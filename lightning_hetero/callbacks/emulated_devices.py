@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import nn
 
+from lightning_hetero.callbacks.rank_values import gather_objects
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import ModelCosts
 from lightning_hetero.emulation import Emulation
@@ -159,12 +159,7 @@ class EmulatedDevices(Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Gather all ranks' reports; rank 0 says how many units were late."""
-        own = self.emulation.report()
-        reports: list[Any] = [own]
-        if trainer.world_size > 1:
-            reports = [None] * trainer.world_size
-            dist.all_gather_object(reports, own)
-        self.reports = tuple(reports)
+        self.reports = tuple(gather_objects(trainer, self.emulation.report()))
         line = late_line(self.reports)
         if line is not None and trainer.is_global_zero:
             print(line, flush=True)

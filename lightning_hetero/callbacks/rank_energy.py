@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import math
+import os
 import socket
-from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
 
-from lightning_hetero.callbacks.emulated_devices import EmulatedDevices
-from lightning_hetero.callbacks.energy_span import EnergySpan
-from lightning_hetero.callbacks.rank_table import RankTable, logged
-from lightning_hetero.callbacks.samples import step_samples
+from lightning_hetero.callbacks.rank_callback import RankCallback
+from lightning_hetero.callbacks.rank_values import RankValues, gather_objects, named
+from lightning_hetero.callbacks.step_record import StepRecord
 from lightning_hetero.doctor.places import ranks_text
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.profiler.power import (
@@ -28,32 +24,33 @@ from lightning_hetero.profiler.power import (
     find_source,
 )
 
-COLUMNS = ("power_w", "joules_per_sample", "tflops_per_s_per_w")
-"""what is logged, each as ``device/...``: watts, joules for each of a rank's samples, 10^12 FLOP/s for each watt"""
 
-
-class RankEnergy(Callback):
-    """Measures each rank's device while it trains, under any strategy; validation is left out.
+class RankEnergy(RankCallback):
+    """Measures the energy that each rank's device takes in training steps, under any strategy.
 
     NVIDIA GPUs are read by NVML, AMD GPUs by amdsmi, processors by RAPL, whose energy the ranks of a machine share
     evenly. A rank whose device tells nothing reports nothing, and rank 0 says why, once; so does a rank that emulates a
     device, since the processor's watts are not that device's.
 
-    Every ``log_every_n_steps`` steps the mean over the ranks, each rank's value, the least and the most go to the
-    Trainer's loggers, by one collective: ``device/power_w``, ``device/power_w_rank_0``, ``device/min_power_w``,
-    ``device/max_power_w``, and likewise ``joules_per_sample`` and ``tflops_per_s_per_w``. Each rank's own values of
-    every step go to :attr:`write`.
+    Logged are ``device/<what>`` (the mean over ranks), ``device/<what>_rank_{r}``, ``device/min_<what>`` and
+    ``device/max_<what>``, since they were logged last, of
+
+    - ``power_w``: watts;
+    - ``joules_per_sample``: for each of the rank's samples, as RankThroughput counts them;
+    - ``tflops_per_s_per_w``: 10^12 FLOP/s of the model for each watt, by the same count of FLOPs as RankThroughput's.
 
     Args:
         period_s: seconds between readings, by a thread of its own.
-        flops_per_sample: floating-point operations of forward and backward that this rank does for a sample; by default
-            those that hetero_fsdp counts. Without them there is no TFLOP/s per watt.
+        flops_per_sample: FLOPs of forward and backward of one sample, in place of counting them.
         source: makes what tells a rank's energy, given the Trainer; by default what its device has.
-        write: is given every line of this rank, a dict; by default it is appended to ``metrics.rank_{r}.jsonl`` in the
-            Trainer's ``log_dir`` (or ``default_root_dir``).
+        log_every_n_steps: steps between two times that values are logged; default: the Trainer's.
+        folder: where ``metrics.jsonl`` is written; default: the logger's folder, or ``default_root_dir`` without one.
+
+    Attributes:
+        logged: what was logged last, by name.
 
     Raises:
-        HeteroError: for a period or FLOPs that are not above 0.
+        HeteroError: for a value that is no such number.
     """
 
     def __init__(
@@ -61,175 +58,134 @@ class RankEnergy(Callback):
         period_s: float = PERIOD_S,
         flops_per_sample: float | None = None,
         source: Callable[[pl.Trainer], PowerSource] | None = None,
-        write: Callable[[dict[str, Any]], None] | None = None,
+        *,
+        log_every_n_steps: int | None = None,
+        folder: str | os.PathLike[str] | None = None,
     ) -> None:
-        for name, value in (("period_s", period_s), ("flops_per_sample", flops_per_sample)):
-            if value is not None and not value > 0:
-                raise HeteroError(f"{name}={value!r}: give a number above 0")
+        super().__init__(log_every_n_steps, folder, flops_per_sample)
+        if not period_s > 0:
+            raise HeteroError(f"period_s={period_s!r}: give a number of seconds above 0")
         self.period_s = period_s
-        self.flops_per_sample = flops_per_sample
-        self.write = write
-        self._find = source or _source
-        self._meter: EnergyMeter | None = None
-        self._table: RankTable | None = None
-        self._line: Callable[[dict[str, Any]], None] = write or (lambda line: None)
-        self._since_logged = EnergySpan()
-        self._since_step = EnergySpan()
-        self._step = 0
-        self._said_failure = False
+        self._find = source or self._own_source
+        self._energy: EnergyMeter | None = None
+        self._since: Reading | None = None
+        self._joules = self._seconds = 0.0
+        self._values: RankValues | None = None
 
-    # -- the run -------------------------------------------------------------------------------------------------------
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin to measure; say which ranks cannot, and why."""
-        self._stop()
-        self._said_failure = False
-        reason = ""
+    def begin_fit(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        """Begin to measure; say which ranks cannot, and why (a collective)."""
+        self.end_fit()
+        reason = None
         try:
-            source = self._find(trainer)
-            self._meter = EnergyMeter(source, self.period_s)
-            self._meter.start()
+            self._energy = EnergyMeter(self._find(trainer), self.period_s)
+            self._energy.start()
         except NoPowerSourceError as error:
             reason = str(error)
-        self._line = self.write or _appender(trainer)
-        self._step = trainer.global_step
-        label = None if self._meter is None else self._meter.source.label
-        self._line({"kind": "energy_source", "rank": trainer.global_rank, "source": label, "reason": reason or None})
-        reasons = _gathered(trainer, reason)
-        _say(trainer, reasons)
-        # where no rank has a source there is nothing to put together
-        self._table = None
-        if not all(reasons):
-            table = RankTable(trainer.global_rank, trainer.world_size, len(COLUMNS))
-            self._table = table.to(trainer.strategy.root_device)
-        self._begin()
+        label = None if self._energy is None else self._energy.source.label
+        self.meter.write("energy_source", {"step": trainer.global_step, "source": label, "reason": reason})
+        reasons = gather_objects(trainer, reason)
+        for why in dict.fromkeys(each for each in reasons if each is not None):
+            those = ranks_text(rank for rank, each in enumerate(reasons) if each == why)
+            self.say_once(f"no power of {those}: {why}")
+        # where no rank has a source there is nothing to bring together
+        self._values = RankValues(trainer, 4) if None in reasons else None
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Count the samples; after an optimizer step note what it took, and log where it is to be logged."""
-        samples = step_samples(trainer, batch)
-        for span in (self._since_logged, self._since_step):
-            span.samples += samples
-        if trainer.global_step == self._step:
-            return  # gradients accumulate
-        self._step = trainer.global_step
-        reading = self._read(trainer)
-        values = self._since_step.values(reading, self._flops(trainer))
-        if values is not None:
-            at = {"kind": "energy", "rank": trainer.global_rank, "step": self._step}
-            self._line({**at, "samples": self._since_step.samples, **values})
-        self._since_step.restart(reading)
-        if self._step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            self._log(trainer, reading)
+        """Go on where something came in between."""
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if self._since is None:
+            self._since = self._read()
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """What validation takes is no training step's."""
-        reading = self._read(trainer)
-        self._since_logged.pause(reading)
-        self._since_step.pause(reading)
+    def interrupt(self) -> None:
+        """What comes takes energy, too."""
+        self._note()
+        self._since = None
 
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Go on."""
-        reading = self._read(trainer)
-        self._since_logged.resume(reading)
-        self._since_step.resume(reading)
+    def add_values(self, trainer: pl.Trainer, record: StepRecord) -> None:
+        """Add what the step took."""
+        if trainer.global_step < record.step:
+            return  # batches accumulate: the step's other batches come
+        self._note()
+        if self._seconds > 0:
+            record.values |= {"joules": self._joules, "energy_s": self._seconds}
+        self._joules = self._seconds = 0.0
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def step_is_complete(self, trainer: pl.Trainer, record: StepRecord) -> None:
+        """Note a step, and add its rates to its line."""
+        flops = None if record.flops is None else record.flops.model
+        row = [record.values.get("joules"), record.values.get("energy_s"), record.samples, flops]
+        if row[0] is not None:
+            rates = energy_rates([[math.nan if value is None else value for value in row]])
+            record.values |= {name: value for name, value in rates.items() if not math.isnan(value)}
+        if self._values is not None:
+            self._values.add(row)
+
+    def step_is_over(self, trainer: pl.Trainer, step: int) -> None:
+        """Bring the ranks' values together where they are logged."""
+        if self._values is None or not self.logs_at(trainer, step):
+            return
+        self.meter.complete(trainer)
+        ranks = [energy_rates(rows) for rows in self._values.take()]
+        by_name = {name: [rates[name] for rates in ranks] for name in (ranks[0] if ranks else ())}
+        self.log_values(trainer, {key: value for name in by_name for key, value in named(name, by_name[name]).items()})
+
+    def end_fit(self) -> None:
         """End the thread."""
-        self._stop()
+        energy, self._energy, self._since = self._energy, None, None
+        if energy is not None:
+            energy.stop()
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """End the thread."""
-        self._stop()
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """End the thread."""
-        self._stop()
-
-    # -- values --------------------------------------------------------------------------------------------------------
-
-    def _begin(self) -> None:
-        reading = None if self._meter is None else self._meter.read()
-        self._since_logged.restart(reading)
-        self._since_step.restart(reading)
-
-    def _read(self, trainer: pl.Trainer) -> Reading | None:
-        if self._meter is None:
+    def _read(self) -> Reading | None:
+        if self._energy is None:
             return None
-        reading = self._meter.read()
-        if reading is None and not self._said_failure:
-            self._said_failure = True
+        reading = self._energy.read()
+        if reading is None:
             print(
-                f"RankEnergy: rank {trainer.global_rank} reports no power any more: {self._meter.problem}", flush=True
+                f"RankEnergy: rank {self.meter.facts.rank} reports no power any more: {self._energy.problem}",
+                flush=True,
             )
+            self.end_fit()
         return reading
 
-    def _flops(self, trainer: pl.Trainer) -> float | None:
-        found: float | None = self.flops_per_sample or getattr(trainer.strategy, "flops_per_sample", None)
-        return found
-
-    def _log(self, trainer: pl.Trainer, reading: Reading | None) -> None:
-        if self._table is None:
+    def _note(self) -> None:
+        """Add what was taken since the last reading."""
+        before = self._since
+        if before is None:
             return
-        own = self._since_logged.values(reading, self._flops(trainer)) or {}
-        self._table.update([own.get(name) for name in COLUMNS])
-        rows = self._table.compute()
-        self._table.reset()
-        values: dict[str, float] = {}
-        for name, column in zip(COLUMNS, rows.T.tolist(), strict=True):
-            values |= logged(name, column)
-        if values:
-            for logger in trainer.loggers:
-                logger.log_metrics(values, step=trainer.global_step)
-        self._since_logged.restart(reading)
+        self._since = self._read()
+        if self._since is None:
+            self._joules = self._seconds = 0.0  # a part of a step is none
+        else:
+            self._joules += self._since.joules - before.joules
+            self._seconds += self._since.at_s - before.at_s
 
-    def _stop(self) -> None:
-        meter, self._meter = self._meter, None
-        if meter is not None:
-            meter.stop()
-
-
-def _source(trainer: pl.Trainer) -> PowerSource:
-    """What tells the energy of this rank's device (a collective)."""
-    device = trainer.strategy.root_device
-    ranks_here = _on_this_machine(trainer)
-    cluster = getattr(trainer.strategy, "cluster", None)
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    if getattr(cluster, "emulate", False) or any(isinstance(each, EmulatedDevices) for each in callbacks):
-        raise NoPowerSourceError("the device is emulated, and what the processor takes is not what that device would")
-    return find_source(device, ranks_here)
+    def _own_source(self, trainer: pl.Trainer) -> PowerSource:
+        """What tells the energy of this rank's device (a collective)."""
+        hosts = gather_objects(trainer, socket.gethostname())
+        if self.meter.facts.emulated:
+            raise NoPowerSourceError(
+                "the device is emulated, and what the processor takes is not what that device would"
+            )
+        return find_source(trainer.strategy.root_device, hosts.count(hosts[trainer.global_rank]))
 
 
-def _on_this_machine(trainer: pl.Trainer) -> int:
-    return Counter(_gathered(trainer, socket.gethostname()))[socket.gethostname()]
+def energy_rates(steps: Sequence[Sequence[float]]) -> dict[str, float]:
+    """What one rank's steps took.
 
+    Args:
+        steps: of each, joules, seconds, samples and FLOPs; NaN where there are none, and those without joules are left
+            out.
 
-def _gathered(trainer: pl.Trainer, value: Any) -> list[Any]:
-    if trainer.world_size < 2 or not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * trainer.world_size
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _say(trainer: pl.Trainer, reasons: list[str]) -> None:
-    """Rank 0 says once which ranks report nothing, and why."""
-    if not trainer.is_global_zero:
-        return
-    for why in dict.fromkeys(each for each in reasons if each):
-        those = ranks_text(rank for rank, each in enumerate(reasons) if each == why)
-        print(f"RankEnergy: no power of {those}: {why}", flush=True)
-
-
-def _appender(trainer: pl.Trainer) -> Callable[[dict[str, Any]], None]:
-    """Write lines to this rank's file."""
-    path = Path(trainer.log_dir or trainer.default_root_dir) / f"metrics.rank_{trainer.global_rank}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-
-    def write(line: dict[str, Any]) -> None:
-        # one write in append mode: other callbacks' lines in the same file stay whole
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-
-    return write
+    Returns:
+        ``power_w``, ``joules_per_sample`` and ``tflops_per_s_per_w``; NaN where they cannot be told.
+    """
+    there = [step for step in steps if not math.isnan(step[0])]
+    joules, seconds, samples, flops = (math.fsum(column) for column in zip(*there, strict=True)) if there else [0.0] * 4
+    return {
+        "power_w": joules / seconds if seconds > 0 else math.nan,
+        "joules_per_sample": joules / samples if samples > 0 else math.nan,
+        # FLOP/s over joules/s: the seconds cancel out
+        "tflops_per_s_per_w": flops / joules / 1e12 if joules > 0 else math.nan,
+    }

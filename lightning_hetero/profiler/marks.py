@@ -99,6 +99,14 @@ class UnitMarks:
         self._handles.clear()
         self.close()
 
+    def listen(self, listener: UnitListener) -> None:
+        """Call one more listener, first at a begin and last at an end."""
+        self.listeners = (listener, *self.listeners)
+
+    def unlisten(self, listener: UnitListener) -> None:
+        """Call it no longer."""
+        self.listeners = tuple(each for each in self.listeners if each is not listener)
+
     def close(self) -> None:
         """End what is open; call it at the end of a step."""
         if self._backward is not None:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_hetero.profiler.ops import OpObserver
+from lightning_hetero.profiler.shared_peak import SharedPeak
 
 
 class LiveStorages:
@@ -79,6 +80,10 @@ class LiveStorages:
             if storage is not None:
                 self._resize(entry, storage.nbytes())
         return self.current_bytes
+
+    def shared_peak(self) -> SharedPeak:
+        """The peak, for several readers."""
+        return SharedPeak(lambda: self.peak_bytes, self.reset_peak)
 
     def reset_peak(self) -> None:
         """Let the peak begin again at what is live now."""

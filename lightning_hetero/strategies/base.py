@@ -68,6 +68,9 @@ class HeteroStrategy(ParallelStrategy):
         process_group_backend: default: nccl for CUDA and ROCm devices, gloo for CPU.
     """
 
+    waits_for_messages = False
+    """whether a rank's units wait for messages of other ranks, as a pipeline's stages do"""
+
     def __init__(
         self,
         cluster: Cluster | str | Path | None = None,
@@ -112,6 +115,14 @@ class HeteroStrategy(ParallelStrategy):
     def num_processes(self) -> int:
         """Ranks on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    def rank_samples(self) -> int:
+        """Return this rank's samples of the training batch at hand; those that pass through it, in a pipeline."""
+        raise NotImplementedError
+
+    def pipeline_index(self) -> int:
+        """Return the index of this rank's pipeline; -1 where each rank computes its samples alone."""
+        return -1
 
     # -- processes -----------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ Each piece says which private name it touches and why nothing public will do.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -90,3 +91,60 @@ def give_search_mean_losses(trainer: pl.Trainer, mean: Callable[[Tensor], Tensor
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, _LRCallback):
             callback.on_train_batch_end = with_mean(callback.on_train_batch_end)  # type: ignore[method-assign]
+
+
+def logged_step(trainer: pl.Trainer) -> int:
+    """Return the step that Lightning logs what a training step logs under: its loggers' own axis.
+
+    ``Trainer.global_step`` is one ahead of it after a step, and counts every optimizer; Lightning's own callbacks use
+    the epoch loop's ``_batches_that_stepped`` likewise.
+    """
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def around_fetches(
+    trainer: pl.Trainer,
+    before: Callable[[], None],
+    after: Callable[[], None],
+    waiting: Callable[[], AbstractContextManager[None]],
+) -> Callable[[], None]:
+    """Have ``before`` and ``after`` called around each time that the fit asks its loader for a batch.
+
+    ``_on_before_fetch`` and ``_on_after_fetch`` of the epoch loop are what Lightning's profiler hears it by; no
+    callback's hook does. From 2.6 on the ranks agree on signals before each fetch (``_broadcast_sigterm_tensor``),
+    where they wait for rank 0: ``waiting`` is entered around that.
+
+    Returns:
+        What undoes it.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    original_agree: Any = getattr(loop, "_broadcast_sigterm_tensor", None)
+    active = True
+
+    def fetch_begins() -> None:
+        original_before()
+        if active:
+            before()
+
+    def fetch_ends() -> None:
+        if active:
+            after()
+        original_after()
+
+    def agree() -> None:
+        with waiting():
+            original_agree()
+
+    original_before, original_after = loop._on_before_fetch, loop._on_after_fetch
+    replaced = {"_on_before_fetch": fetch_begins, "_on_after_fetch": fetch_ends}
+    if original_agree is not None:
+        replaced["_broadcast_sigterm_tensor"] = agree
+    loop.__dict__.update(replaced)
+
+    def undo() -> None:
+        nonlocal active
+        active = False  # the fetcher keeps what it was given until the next epoch
+        for name in replaced:
+            loop.__dict__.pop(name, None)
+
+    return undo

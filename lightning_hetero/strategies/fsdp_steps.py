@@ -52,6 +52,10 @@ class FSDPSteps(RunningStrategy):
             return 1
         return self._micro_batches.samples(self._sizes[self.global_rank])
 
+    def rank_samples(self) -> int:
+        """Return this rank's samples of the training batch at hand, over all of its micro-batches."""
+        return 1 if self._sizes is None else self._sizes[self.global_rank]
+
     def micro_batches_per_step(self) -> int:
         """Return into how many micro-batches this rank's group cuts a step."""
         return 1 if self.plan is None else self.plan.micro_batches_of(self.plan.group_of(self.global_rank))

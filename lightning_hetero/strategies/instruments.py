@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,8 +15,19 @@ from lightning_hetero.costs import ModelCosts
 from lightning_hetero.emulation import Emulation
 from lightning_hetero.emulation_report import EmulationReport
 from lightning_hetero.models.units import Unit
-from lightning_hetero.profiler.marks import UnitMarks
+from lightning_hetero.profiler.marks import UnitListener, UnitMarks
+from lightning_hetero.profiler.shared_peak import cuda_peak
 from lightning_hetero.profiler.timer import UnitTimer
+
+
+class ActionListener(UnitListener, Protocol):
+    """Is told of units, and of the actions of a pipeline's stages that they run in."""
+
+    def begin_action(self) -> None:
+        """A stage has what its next action needs, and runs it."""
+
+    def end_action(self) -> None:
+        """It is done."""
 
 
 class Instruments:
@@ -46,7 +57,10 @@ class Instruments:
         halves: bool = False,
     ) -> None:
         self.module = module
+        self.units = tuple(units)
         self.timer = UnitTimer(root_device)
+        self._listeners: list[ActionListener] = []
+        self._own_peak = cuda_peak(root_device).reader() if root_device.type == "cuda" else None
         self._root_device = root_device
         self._emulation: Emulation | None = None
         self._marks: UnitMarks | None = None
@@ -60,6 +74,41 @@ class Instruments:
         else:
             self._marks = UnitMarks(units, [self.timer], halves)
             self._marks.attach()
+
+    def listen(self, listener: ActionListener) -> None:
+        """Have one more listener told of units and of a stage's actions, beside the strategy's own timer.
+
+        What the strategy takes from the timer is not touched, and the time between a begin and an end includes the
+        sleep of an emulated device.
+        """
+        self._listeners.insert(0, listener)
+        for marks in (self._marks, self._emulation):
+            if marks is not None:
+                marks.listen(listener)
+
+    def unlisten(self, listener: ActionListener) -> None:
+        """Have it told no longer."""
+        self._listeners = [each for each in self._listeners if each is not listener]
+        for marks in (self._marks, self._emulation):
+            if marks is not None:
+                marks.unlisten(listener)
+
+    @property
+    def emulation(self) -> Emulation | None:
+        """The emulation of this rank's device; None where it is real."""
+        return self._emulation
+
+    @contextmanager
+    def action(self, batch: Any, samples: int) -> Iterator[None]:
+        """Around what a stage of a pipeline runs, one action after the other as in an accelerator's queue."""
+        for listener in self._listeners:
+            listener.begin_action()
+        try:
+            with self.step(batch, samples, chained=True):
+                yield
+        finally:
+            for listener in self._listeners:
+                listener.end_action()
 
     def count(self, optimizers: Sequence[Optimizer]) -> None:
         """Count the memory that was made outside of steps."""
@@ -98,12 +147,15 @@ class Instruments:
         if which is None:
             yield
             return
-        self.timer.begin(-1, "backward")
+        listeners: list[UnitListener] = [*self._listeners, self.timer]
+        for listener in listeners:
+            listener.begin(-1, "backward")
         try:
             with nullcontext() if self._emulation is None else self._emulation.half(which):
                 yield
         finally:
-            self.timer.end(-1, "backward")
+            for listener in reversed(listeners):
+                listener.end(-1, "backward")
 
     def resume(self, at_s: float | None) -> None:
         """Say that the device had nothing to do until ``at_s`` (``time.perf_counter``); None: until its next unit."""
@@ -117,16 +169,14 @@ class Instruments:
 
     def take_peak_bytes(self) -> int | None:
         """Return the peak memory since the last call; None where nothing counts it."""
-        if self._root_device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self._root_device)
-            torch.cuda.reset_peak_memory_stats(self._root_device)
-            return peak
+        if self._own_peak is not None:
+            return self._own_peak.take()
         return None if self._emulation is None else self._emulation.take_peak_bytes()
 
     def peak_bytes(self) -> int | None:
         """Return the peak memory since :meth:`take_peak_bytes`, and go on counting; None where nothing counts it."""
-        if self._root_device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._root_device)
+        if self._own_peak is not None:
+            return self._own_peak.peek()
         return None if self._emulation is None else self._emulation.peak_bytes()
 
     def report(self) -> EmulationReport | None:

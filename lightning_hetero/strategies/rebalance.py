@@ -207,12 +207,44 @@ class Rebalancer:
         if self._over < rule.patience and not settles:
             return
         self._over = 0
+        self._try_to_move(rule, loader, plan, measured_s, ranks)
+
+    def ask(self, measured_s: Sequence[float]) -> bool:
+        """Move shares by what a batch took the ranks, without waiting for windows to agree (a collective).
+
+        Args:
+            measured_s: seconds of each rank, the same on all ranks.
+
+        Returns:
+            Whether shares will move; not where they are about to already, or where too little would be gained.
+        """
+        loader, plan = self._strategy.train_loader, self._strategy.plan
+        if not isinstance(loader, UnevenLoader) or self.moves is None or plan is None or plan.world_size == 1:
+            return False
+        if self.moves.is_pending(loader.position):
+            return False
+        ranks = self._strategy.gather_vector([0.0, float(loader.uneven.drawn), self._peak_bytes()])
+        self._window.clear()
+        self._over = 0
+        return self._try_to_move(self._rule or Rebalance(), loader, plan, measured_s, ranks)
+
+    def _try_to_move(
+        self,
+        rule: Rebalance,
+        loader: UnevenLoader,
+        plan: ShardPlan,
+        measured_s: Sequence[float],
+        ranks: Sequence[Sequence[float]],
+    ) -> bool:
+        """Move where it gains enough; ``ranks`` has, of each, its drawn batches and its peak bytes."""
         peaks = [int(numbers[2]) if numbers[2] > 0 else None for numbers in ranks]
         move = faster_shares(plan, measured_s, self._fixed_s(), self._limits(plan, peaks))
         move = self._strategy.broadcast(move)  # another host may round in another way
         if move.gain < rule.least_gain or move.shares == plan.batch_shares:
-            return
-        self._move(plan, move, self._next_boundary(loader, ranks), measured_s, self._expected_s)
+            return False
+        expected_s = self._expected_s or measured_s
+        self._move(plan, move, self._next_boundary(loader, ranks), measured_s, expected_s)
+        return True
 
     def _next_boundary(self, loader: UnevenLoader, ranks: Sequence[Sequence[float]]) -> Position:
         """Return the first batch that no rank has drawn and that begins an optimizer step."""

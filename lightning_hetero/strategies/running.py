@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from lightning_hetero.callbacks import EmulatedDevices
+from lightning_hetero.callbacks.emulated_devices import EmulatedDevices
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import ModelCosts
 from lightning_hetero.errors import UnsupportedError

@@ -118,3 +118,12 @@ def backward_of_inputs(
 def backward_of_weights(weights: Sequence[Tensor], halves: Any) -> None:
     """Run the other half: the gradients of ``weights`` are added to those that are there."""
     stage_backward_weight(iter(cast(Sequence[nn.Parameter], weights)), halves)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread.
+
+    ``torch._C._current_graph_task_id`` has no public form; torch's own activation checkpointing asks it (torch 2.11 to
+    2.14).
+    """
+    return bool(torch._C._current_graph_task_id() != -1)

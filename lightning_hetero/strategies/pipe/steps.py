@@ -76,7 +76,7 @@ class Instrumented:
         held = [tensor for tensor in received if tensor is not None]
         half = kind if kind in (BACKWARD_INPUT, BACKWARD_WEIGHT) else None
         samples = self._samples[micro_batch]
-        with self._instruments.step(held, samples, chained=True), self._instruments.half(half):
+        with self._instruments.action(held, samples), self._instruments.half(half):
             yield
 
 

@@ -48,11 +48,12 @@ _BY_ITSELF = (
 class PipeSteps(PipeEvaluation):
     """What runs; set-up and planning are the subclass's."""
 
+    waits_for_messages = True
     loss_weight: LossWeight | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._batch_samples = 0
+        self._batch_samples = self._pipeline_samples = 0
         self._has_run = False
         self.summaries: list[PipeSummary] = []
 
@@ -113,13 +114,19 @@ class PipeSteps(PipeEvaluation):
     def begin_batch(self, training: bool, batch: Any = None) -> None:
         """Note how many samples the batch that starts now has in each pipeline."""
         if training:
-            self._batch_samples = sum(self.loaders.train_sizes[0])
+            sizes = self.loaders.train_sizes[0]
+            self._batch_samples = sum(sizes)
+            self._pipeline_samples = sizes[self.assembly.pipeline] if self.assembly.takes_part else 0
         else:
             super().begin_batch(training, batch)
 
     def batch_samples(self) -> int:
         """Samples of the training batch at hand, over all pipelines."""
         return self._batch_samples
+
+    def rank_samples(self) -> int:
+        """Samples of the training batch at hand that pass through this rank: its pipeline's; 0 where it is idle."""
+        return self._pipeline_samples
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch as the user's hooks say; in training only where inputs or targets are needed."""

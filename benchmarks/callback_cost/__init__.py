@@ -1,0 +1,1 @@
+"""What the callbacks that measure ranks cost."""

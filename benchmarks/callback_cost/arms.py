@@ -1,0 +1,63 @@
+"""The arms: one training, with the callbacks and without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import CSVLogger
+
+from benchmarks.hetero_speedup.arms import equal_strategy
+from benchmarks.hetero_speedup.case import Case
+from benchmarks.hetero_speedup.gate import Gate, GateCallback
+from benchmarks.hetero_speedup.model import DigitClassifier, digit_loader
+from lightning_hetero import RankMemory, RankThroughput, StragglerMonitor
+
+
+def one_device(case: Case, rank: int, gate: Gate) -> None:
+    """A plain Trainer on one device."""
+    _fit(case, "auto", gate, [])
+
+
+def one_device_measured(case: Case, rank: int, gate: Gate) -> None:
+    """The same with all callbacks."""
+    _fit(case, "auto", gate, _callbacks())
+
+
+def ddp(case: Case, rank: int, gate: Gate) -> None:
+    """Lightning's DDP."""
+    _fit(case, "ddp", gate, [])
+
+
+def ddp_measured(case: Case, rank: int, gate: Gate) -> None:
+    """The same with all callbacks."""
+    _fit(case, "ddp", gate, _callbacks())
+
+
+def hetero_fsdp(case: Case, rank: int, gate: Gate) -> None:
+    """hetero_fsdp with equal shares."""
+    _fit(case, equal_strategy(case, check_loss="off", summary=False), gate, [])
+
+
+def hetero_fsdp_measured(case: Case, rank: int, gate: Gate) -> None:
+    """The same with all callbacks."""
+    _fit(case, equal_strategy(case, check_loss="off", summary=False), gate, _callbacks())
+
+
+def _callbacks() -> list[Callback]:
+    return [RankThroughput(), RankMemory(), StragglerMonitor()]
+
+
+def _fit(case: Case, strategy: Any, gate: Gate, callbacks: list[Callback]) -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=case.world_size,
+        strategy=strategy,
+        max_epochs=1,
+        callbacks=[*callbacks, GateCallback(gate)],
+        logger=CSVLogger("."),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(DigitClassifier(case.size), digit_loader(case.local_batch, case.global_batch, case.max_steps))
