@@ -19,11 +19,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hetero_speedup.case import Case
 from benchmarks.hetero_speedup.gate import Gate
 
-Arm = Callable[[Case, int, Gate], dict[str, Any] | None]
-"""An arm's function in each of its ranks: (case, rank, gate); it returns what is known of it at its end."""
+Arm = Callable[[Any, int, Gate], "dict[str, Any] | None"]
+"""An arm's function in each of its ranks: (its case, rank, gate); it returns what is known of it at its end."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 
@@ -41,6 +40,11 @@ _PRELOAD = [
 ]
 
 
+def preload(*modules: str) -> None:
+    """Have these modules imported once for the ranks of all arms; before the first arm starts."""
+    _PRELOAD.extend(module for module in modules if module not in _PRELOAD)
+
+
 class ArmFailedError(RuntimeError):
     """A rank of an arm raised, died or hung; carries its traceback and the end of its output."""
 
@@ -55,7 +59,7 @@ class ArmRanks:
         world_size: number of ranks.
     """
 
-    def __init__(self, name: str, arm: Arm, case: Case, world_size: int) -> None:
+    def __init__(self, name: str, arm: Arm, case: Any, world_size: int) -> None:
         self.name = name
         self.folder = Path(tempfile.mkdtemp(prefix="hetero-speedup-"))
         context = multiprocessing.get_context("forkserver")
@@ -140,9 +144,7 @@ class ArmRanks:
         raise ArmFailedError(f"arm {self.name!r}, rank {rank} {why}\nend of its output:\n{output}")
 
 
-def _run_rank(
-    arm: Arm, case: Case, rank: int, world_size: int, port: int, connection: Connection, folder: Path
-) -> None:
+def _run_rank(arm: Arm, case: Any, rank: int, world_size: int, port: int, connection: Connection, folder: Path) -> None:
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
