@@ -29,7 +29,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     several: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
     parser.add_argument("--models", **several, help="ViTs (default: all six; with --quick vit_huge)")
     parser.add_argument("--sharding", **several, help="DDP, FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_k")
-    parser.add_argument("--prefetch", **several, default=settings.PREFETCH, help="backward_prefetch")
+    parser.add_argument("--prefetch", **several, help="BACKWARD_PRE, BACKWARD_POST, NONE")
     parser.add_argument("--limit-all-gathers", nargs="+", type=limit, default=(True, False), metavar="true|false|N")
     parser.add_argument("--ranks", nargs="+", type=int, default=(1, 2, 4), metavar="N", help="of weak scaling")
     parser.add_argument("--strategy", **several, default=settings.STRATEGIES, help="of mixed devices")
@@ -70,8 +70,8 @@ def settings_of(given: argparse.Namespace, here: Here) -> Settings:
     return Settings(
         here,
         tuple(given.models or settings.default_models(given.quick)),
-        tuple(given.sharding or settings.default_sharding(here.devices)),
-        tuple(given.prefetch),
+        tuple(given.sharding or settings.default_sharding(here.devices, given.quick)),
+        tuple(given.prefetch or settings.default_prefetch(given.quick)),
         tuple(given.limit_all_gathers),
         tuple(sorted(set(given.ranks))),
         tuple(given.strategy),

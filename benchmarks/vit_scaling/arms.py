@@ -138,7 +138,7 @@ def input_alone(case: ScalingCase, rank: int, gate: Gate) -> dict[str, Any]:
 
 def fit(case: ScalingCase, module: LightningModule, strategy: Any, gate: Gate, *callbacks: Callback) -> dict[str, Any]:
     """Train until the gate says stop; returns every rank's peak memory."""
-    memory = PeakMemory()
+    memory = PeakMemory(case.count_memory)
     trainer = Trainer(
         accelerator=case.accelerator,
         devices=case.world_size,

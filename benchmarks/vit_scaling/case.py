@@ -23,6 +23,8 @@ class ScalingCase:
         accelerator: "cpu" or "cuda".
         precision: Lightning's name.
         compile: whether blocks are compiled.
+        count_memory: whether real CPU ranks count their live tensors, in the first two steps, which take longer by it;
+            emulated devices and GPUs say their peak anyway.
         max_steps: bound on the steps of an arm; sets the length of the data set.
     """
 
@@ -36,6 +38,7 @@ class ScalingCase:
     accelerator: str = "cpu"
     precision: str = "32-true"
     compile: bool = False
+    count_memory: bool = False
     max_steps: int = 200
 
     @property

@@ -148,5 +148,6 @@ def write_digits(folder: Path, most: int | None = None) -> None:
         image = Image.fromarray((pixels * 255 / 16).astype("uint8")).convert("RGB")
         (folder / str(target)).mkdir(exist_ok=True)
         image.resize((DIGIT_PIXELS, DIGIT_PIXELS), Image.Resampling.BICUBIC).save(
-            folder / str(target) / f"{number:04d}.png"
+            folder / str(target) / f"{number:04d}.png",
+            compress_level=1,  # written sooner, no smaller read
         )

@@ -23,7 +23,6 @@ from lightning_hetero.strategies.options import ShardingOptions
 EMULATED_FLOPS_PER_S = 3e9
 """of each emulated device of weak scaling: four of them leave two cores time for what is not emulated"""
 
-EMULATED_STEP_S = 1.0
 STUDY_BATCH = 32
 """images of a device in a step: the study's"""
 
@@ -77,9 +76,9 @@ def sharding(wanted: Settings, folder: Path) -> list[Group]:
     """Throughput and memory of each model in each sharding mode."""
     found = []
     for model in wanted.models:
-        case = real_case(wanted, model, wanted.here.devices)
+        case = replace(real_case(wanted, model, wanted.here.devices), count_memory=True)
         entries = {mode: sharded(case, mode) for mode in modes(wanted.sharding, case.world_size)}
-        found.append(Group(settings.SHARDING, f"sharding of {model}", entries, wanted.effort))
+        found.append(Group(settings.SHARDING, f"sharding of {model}", entries, wanted.counting_effort))
     return found
 
 
@@ -102,8 +101,8 @@ def weak_scaling(wanted: Settings, folder: Path) -> list[Group]:
         real = [n for n in wanted.ranks if n <= wanted.here.devices]
         cases = {n: real_case(wanted, model, n) for n in real}
         found.append(Group(settings.WEAK_SCALING, f"scaling of {model}", _scaled(wanted, cases), wanted.effort))
-    shape = wanted.shape(wanted.one_of("vit_3b"))
-    samples = local_batch(shape, EMULATED_STEP_S * EMULATED_FLOPS_PER_S)
+    shape = wanted.shape(wanted.one_of("vit_huge"))
+    samples = local_batch(shape, wanted.emulated_step_s * EMULATED_FLOPS_PER_S)
     cases = {}
     for n in wanted.ranks:
         device = Device("equal", "here", arms.ENOUGH_BYTES, EMULATED_FLOPS_PER_S)
@@ -121,8 +120,7 @@ def _scaled(wanted: Settings, cases: Mapping[int, ScalingCase]) -> dict[str, Ent
         if n == 1:
             entries["1 rank"] = Entry(arms.one_device, case, {"sharding": "one device"})
             continue
-        asked = wanted.sharding[:1] if wanted.quick else wanted.sharding
-        entries |= {f"{mode}, {n} ranks": sharded(case, mode) for mode in modes(asked, n)}
+        entries |= {f"{mode}, {n} ranks": sharded(case, mode) for mode in modes(wanted.scaled_modes, n)}
     return entries
 
 
@@ -157,7 +155,7 @@ def _on_cluster(wanted: Settings, topic: str, path: Path, strategies: tuple[str,
     cluster = Cluster.from_yaml(path)
     shape = wanted.shape(wanted.one_of("vit_huge"))
     speeds = [device.actual_speed_flops_per_s or 0.0 for device in cluster.devices]
-    samples = local_batch(shape, EMULATED_STEP_S * sum(speeds) / len(speeds))
+    samples = local_batch(shape, wanted.emulated_step_s * sum(speeds) / len(speeds))
     case = with_data(wanted, ScalingCase(topic, shape, cluster.world_size, samples, path.resolve()))
     entries = {name: Entry(_ARMS[name], case, {"cluster": cluster.name}) for name in strategies}
     return Group(topic, f"EMULATED {cluster.name}", entries, wanted.emulated_effort)
@@ -165,7 +163,9 @@ def _on_cluster(wanted: Settings, topic: str, path: Path, strategies: tuple[str,
 
 def gpt(wanted: Settings, folder: Path) -> list[Group]:
     """FSDP against a pipeline on equal devices, GPT 1.4B-shaped."""
+    # a pipeline needs several micro-batches
     case = replace(real_case(wanted, GPT_NAME, wanted.here.devices), image_folder=None)
+    case = replace(case, local_batch=max(case.local_batch, 2 if wanted.quick else 8))
     entries = {
         "hetero_fsdp, FULL_SHARD": Entry(arms.Sharded(), case, {"sharding": "FULL_SHARD"}),
         "hetero_pipe": Entry(arms.hetero_pipe, case),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.hetero_speedup.case import Effort
@@ -118,23 +118,40 @@ class Settings:
 
     @property
     def effort(self) -> Effort:
-        """Repeats of each arm; both warm-up steps count memory and are not timed."""
-        return Effort(2, 2, warmup_steps=2) if self.quick else Effort(5, 3, warmup_steps=2)
+        """Repeats of each arm."""
+        return Effort(2, 2) if self.quick else Effort(5, 3, warmup_steps=2)
+
+    @property
+    def counting_effort(self) -> Effort:
+        """Of arms that count memory: in two warm-up steps, which are not timed."""
+        return replace(self.effort, warmup_steps=2)
 
     @property
     def emulated_effort(self) -> Effort:
         """Of arms on emulated devices, whose times hardly scatter."""
-        return Effort(1, 2, warmup_steps=2) if self.quick else Effort(3, 2, warmup_steps=2, settling_steps=SETTLING)
+        return Effort(1, 2) if self.quick else Effort(3, 2, warmup_steps=2, settling_steps=SETTLING)
 
     @property
     def reading_effort(self) -> Effort:
         """Of arms that read: longer turns, of which the first steps do not count."""
-        return Effort(2, 2 + SKIPPED, warmup_steps=2) if self.quick else Effort(5, 3 + SKIPPED, warmup_steps=2)
+        return replace(self.effort, steps=self.effort.steps + SKIPPED)
+
+    @property
+    def emulated_step_s(self) -> float:
+        """About how long a step of emulated devices takes, if they were all as fast as their mean."""
+        return 0.7 if self.quick else 2.0
 
     @property
     def step_flops(self) -> float:
         """FLOPs of a rank's step where CPUs compute for real."""
         return 6e9 if self.quick else 30e9
+
+    @property
+    def scaled_modes(self) -> tuple[str, ...]:
+        """Modes of weak scaling; with ``quick`` one."""
+        if not self.quick:
+            return self.sharding
+        return ("FULL_SHARD",) if "FULL_SHARD" in self.sharding else self.sharding[:1]
 
     def shape(self, preset: str, accelerator: str = "cpu") -> Shape:
         """A model as it runs there: scaled down on CPU ranks, its own size on GPUs."""
@@ -159,7 +176,14 @@ def default_models(quick: bool) -> tuple[str, ...]:
     return ("vit_huge",) if quick else VITS
 
 
-def default_sharding(devices: int) -> tuple[str, ...]:
-    """All modes that are different ones on so many ranks."""
+def default_prefetch(quick: bool) -> tuple[str, ...]:
+    """Of the command line."""
+    return ("BACKWARD_PRE", "NONE") if quick else PREFETCH
+
+
+def default_sharding(devices: int, quick: bool = False) -> tuple[str, ...]:
+    """All modes that are different ones on so many ranks; with ``quick`` those without groups."""
+    if quick:
+        return ("DDP", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
     sizes = [k for k in (1, 2, 4, 8) if k < devices and devices % k == 0]
     return ("DDP", "FULL_SHARD", "SHARD_GRAD_OP", *(f"HYBRID_{k}" for k in sizes), "NO_SHARD")

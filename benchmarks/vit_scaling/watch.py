@@ -24,19 +24,22 @@ class PeakMemory(Callback):
     On CPU the bytes of live tensors in the first two steps, on emulated devices what the emulation counts, on CUDA
     torch's allocator.
 
+    Args:
+        counts: whether to count on CPU.
+
     Attributes:
-        peak_bytes: of every rank, once the fit has ended.
+        peak_bytes: of every rank, once the fit has ended; None where nothing was counted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counts: bool) -> None:
         self.peak_bytes: list[int | None] = []
-        self._own = 0
+        self._counts, self._own = counts, 0
         self._counting: SampledMemory | None = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Count, in the first steps of a real CPU rank."""
         on_cpu = trainer.strategy.root_device.type == "cpu"
-        if on_cpu and batch_idx < COUNTED_STEPS and emulation_of(trainer) is None:
+        if self._counts and on_cpu and batch_idx < COUNTED_STEPS and emulation_of(trainer) is None:
             self._counting = SampledMemory()
             self._counting.open(pl_module, trainer.optimizers, batch)
 
@@ -50,7 +53,7 @@ class PeakMemory(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Bring the ranks' peaks together."""
         emulation, device = emulation_of(trainer), trainer.strategy.root_device
-        own: int | None = self._own
+        own: int | None = self._own if self._counts else None
         if device.type == "cuda":
             own = torch.cuda.max_memory_allocated(device)
         elif emulation is not None:
