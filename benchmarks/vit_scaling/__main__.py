@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vit_scaling", description=__doc__)
     several: dict[str, Any] = {"nargs": "+", "metavar": "NAME"}
-    parser.add_argument("--models", **several, help="ViTs (default: all six; with --quick vit_huge)")
+    parser.add_argument("--models", **several, help="ViTs (default: all six, on CPUs four, with --quick vit_huge)")
     parser.add_argument("--sharding", **several, help="DDP, FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_k")
     parser.add_argument("--prefetch", **several, help="BACKWARD_PRE, BACKWARD_POST, NONE")
     parser.add_argument("--limit-all-gathers", nargs="+", type=limit, default=(True, False), metavar="true|false|N")
@@ -69,7 +70,7 @@ def settings_of(given: argparse.Namespace, here: Here) -> Settings:
     """What to run, with defaults for what was not given."""
     return Settings(
         here,
-        tuple(given.models or settings.default_models(given.quick)),
+        tuple(given.models or settings.default_models(here, given.quick)),
         tuple(given.sharding or settings.default_sharding(here.devices, given.quick)),
         tuple(given.prefetch or settings.default_prefetch(given.quick)),
         tuple(given.limit_all_gathers),
@@ -167,4 +168,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are ended, too
     sys.exit(main())

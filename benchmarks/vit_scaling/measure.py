@@ -58,9 +58,15 @@ def measure(
 
 
 def rows_of(group: Group, progress: Progress, here: Here, alternating: Alternate = alternate) -> list[Row]:
-    """Run a group's arms in turn; one that runs out of memory is a row like the others."""
+    """Run a group's arms; one that runs out of memory is a row like the others.
+
+    On CPUs they take turns. On GPUs they run one after the other: an arm that waits would hold its memory.
+    """
     plan = {name: (entry.arm, entry.case) for name, entry in group.entries.items()}
-    times = alternating(group.title, plan, group.effort, progress, figures.out_of_memory)
+    on_gpus = any(entry.case.accelerator == "cuda" for entry in group.entries.values())
+    times = {}
+    for each in [{name: one} for name, one in plan.items()] if on_gpus else [plan]:
+        times |= alternating(group.title, each, group.effort, progress, figures.out_of_memory)
     rows = []
     for name, entry in group.entries.items():
         on_gpu = entry.case.accelerator == "cuda"

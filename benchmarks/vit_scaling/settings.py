@@ -171,9 +171,11 @@ SKIPPED = 2 + 1
 """steps for which batches may lie ready: two that the loader reads ahead, and the one that the gate holds"""
 
 
-def default_models(quick: bool) -> tuple[str, ...]:
-    """Of the command line."""
-    return ("vit_huge",) if quick else VITS
+def default_models(here: Here, quick: bool) -> tuple[str, ...]:
+    """Of the command line; on CPUs the larger ones are left out: a machine would hold a dozen copies of each."""
+    if quick and here.accelerator == "cpu":
+        return ("vit_huge",)
+    return VITS if here.gpus else VITS[:4]
 
 
 def default_prefetch(quick: bool) -> tuple[str, ...]:
