@@ -107,7 +107,7 @@ def test_memory_is_counted_on_every_rank_and_sharding_saves_some(ranks: WarmRank
 
 def little(memory_bytes: int, folder: Path) -> Path:
     path = folder / "little.yaml"
-    devices = (Device("small", "n", memory_bytes, 50e9), Device("large", "n", 2**31, 50e9))
+    devices = (Device("small", "n", memory_bytes, 50e9), Device("small", "n", memory_bytes, 50e9))
     Cluster("little", devices, emulate=True).to_yaml(path)
     return path
 

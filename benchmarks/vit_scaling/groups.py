@@ -26,7 +26,7 @@ EMULATED_FLOPS_PER_S = 3e9
 STUDY_BATCH = 32
 """images of a device in a step: the study's"""
 
-LADDER_PRECISION, LADDER_DTYPE = "bf16-true", "bfloat16"
+GPU_PRECISION, GPU_DTYPE = "bf16-true", "bfloat16"
 _ARMS: dict[str, Arm] = {
     "hetero_fsdp": arms.hetero_fsdp,
     "hetero_pipe": arms.hetero_pipe,
@@ -135,7 +135,7 @@ def limits(wanted: Settings, folder: Path) -> list[Group]:
         figures.SILENT: Entry(arms.Sharded(communicates=False), case, label),
         figures.READING: Entry(arms.input_alone, reading, reads_only=True),
     }
-    return [Group(settings.LIMITS, "what limits", entries, wanted.reading_effort, skipped_steps=settings.SKIPPED)]
+    return [Group(settings.LIMITS, "what limits", entries, wanted.reading_effort, skipped_steps=wanted.skipped_steps)]
 
 
 def mixed(wanted: Settings, folder: Path) -> list[Group]:
@@ -157,6 +157,8 @@ def _on_cluster(wanted: Settings, topic: str, path: Path, strategies: tuple[str,
     speeds = [device.actual_speed_flops_per_s or 0.0 for device in cluster.devices]
     samples = local_batch(shape, wanted.emulated_step_s * sum(speeds) / len(speeds))
     case = with_data(wanted, ScalingCase(topic, shape, cluster.world_size, samples, path.resolve()))
+    if shape.config.depth < cluster.world_size:  # there is no even cut
+        strategies = tuple(name for name in strategies if name != "even_pipe")
     entries = {name: Entry(_ARMS[name], case, {"cluster": cluster.name}) for name in strategies}
     return Group(topic, f"EMULATED {cluster.name}", entries, wanted.emulated_effort)
 
@@ -178,7 +180,7 @@ def one_gpu(wanted: Settings, folder: Path) -> list[Group]:
     found = []
     for shape in sorted((Shape(model) for model in wanted.models), key=parameters):
         case = with_data(
-            wanted, ScalingCase("ladder", shape, 1, STUDY_BATCH, accelerator="cuda", precision=LADDER_PRECISION)
+            wanted, ScalingCase("ladder", shape, 1, STUDY_BATCH, accelerator="cuda", precision=GPU_PRECISION)
         )
         entries = {
             f"{shape.preset}, {name}": Entry(arms.one_device, replace(case, compile=compiled), {"compiled": compiled})
@@ -207,7 +209,7 @@ def real_case(wanted: Settings, model: str, ranks: int) -> ScalingCase:
     if accelerator == "cpu":
         case = ScalingCase(model, shape, ranks, local_batch(shape, wanted.step_flops))
     else:
-        case = ScalingCase(model, shape, ranks, STUDY_BATCH, accelerator=accelerator, precision="bf16-mixed")
+        case = ScalingCase(model, shape, ranks, STUDY_BATCH, accelerator=accelerator, precision=GPU_PRECISION)
     return with_data(wanted, case)
 
 
@@ -239,18 +241,20 @@ def predicted_bytes(case: ScalingCase, mode: str) -> int:
     """Peak memory of a rank by the memory model, from what is counted on meta."""
     layout = ShardingOptions(sharding_strategy=mode).layout(case.world_size)
     assert layout is not None
-    buffers = GLOO_BUFFERS if case.accelerator == "cpu" else FSDP2_BUFFERS
-    return _predicted(case, "float32", "32-true", buffers, len(layout.groups[0]), layout.modes[0])
+    size, mode = len(layout.groups[0]), layout.modes[0]
+    if case.accelerator == "cpu":
+        return _predicted(case, "float32", GLOO_BUFFERS, size, mode)
+    return _predicted(case, GPU_DTYPE, FSDP2_BUFFERS, size, mode)
 
 
 def predicted_bytes_alone(case: ScalingCase) -> int:
     """Peak memory of one device without a strategy: nothing is gathered, sent or kept for it."""
     alone = ReduceBuffers(computing=0, reducing=0, copies=0)
-    return _predicted(case, LADDER_DTYPE, LADDER_PRECISION, alone, 1, "NO_SHARD")
+    return _predicted(case, GPU_DTYPE, alone, 1, "NO_SHARD")
 
 
-def _predicted(case: ScalingCase, dtype: str, precision: str, buffers: ReduceBuffers, size: int, mode: str) -> int:
-    state = Training(case.global_batch, precision).state
+def _predicted(case: ScalingCase, dtype: str, buffers: ReduceBuffers, size: int, mode: str) -> int:
+    state = Training(case.global_batch, case.precision).state
     memory = group_memory(costs(case.shape, dtype), state, buffers, size, mode, False, False)
     return memory.peak_bytes(case.local_batch)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.hetero_speedup.case import Effort
+from benchmarks.vit_scaling.data import AHEAD
 from benchmarks.vit_scaling.shapes import VITS, Shape
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.errors import HeteroError, raise_all
@@ -134,7 +135,12 @@ class Settings:
     @property
     def reading_effort(self) -> Effort:
         """Of arms that read: longer turns, of which the first steps do not count."""
-        return replace(self.effort, steps=self.effort.steps + SKIPPED)
+        return replace(self.effort, steps=self.effort.steps + self.skipped_steps)
+
+    @property
+    def skipped_steps(self) -> int:
+        """First steps of a turn for which batches lie ready: what workers read ahead, the loader's own, the gate's."""
+        return self.workers * AHEAD + 2
 
     @property
     def emulated_step_s(self) -> float:
@@ -166,9 +172,6 @@ class Settings:
 
 SETTLING = Rebalance().window
 """further steps before hetero_fsdp is timed on mixed devices: its shares may move once after the first of them"""
-
-SKIPPED = 2 + 1
-"""steps for which batches may lie ready: two that the loader reads ahead, and the one that the gate holds"""
 
 
 def default_models(here: Here, quick: bool) -> tuple[str, ...]:

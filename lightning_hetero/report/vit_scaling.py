@@ -14,6 +14,7 @@ from lightning_hetero.report.save import save_figure
 _COLORS = ("#1f6feb", "#2a9d8f", "#e76f51", "#8d6a9f", "#e9c46a", "#457b9d", "#a3b18a", "#9aa5b1")
 _STOCK = "#9aa5b1"
 _OURS = "#1f6feb"
+_BAD = "#b00020"
 _HATCH = "//"  # of what is emulated
 _MIB = 2**20
 
@@ -86,7 +87,8 @@ def _memory(axes: Axes, found: Mapping[str, Any]) -> None:
     places = _grouped(axes, found["rows"], "model", "sharding", peak)
     predicted = [(x, row["predicted_peak_bytes"] / _MIB) for x, row in places if row.get("predicted_peak_bytes")]
     if predicted:
-        axes.scatter(*zip(*predicted, strict=True), marker="_", s=90, color="black", zorder=3, label="predicted")
+        where, heights = [x for x, _ in predicted], [height for _, height in predicted]
+        axes.scatter(where, heights, marker="_", s=90, color="black", zorder=3, label="predicted")
         axes.legend(fontsize=8, frameon=False, ncols=2)
     axes.set_ylabel("peak memory of a rank (MiB)")
     axes.set_title(f"memory by sharding mode, {_ranks(found['rows'])}", fontsize=10)
@@ -201,7 +203,7 @@ def _grouped(
         value = height(row)
         places.append((x, row))
         if row["outcome"] != "ok" or value is None:
-            axes.text(x, 0, f" {row['outcome']}", ha="center", va="bottom", rotation=90, fontsize=8, color="#b00020")
+            _say_outcome(axes, x, row)
             continue
         color = _COLORS[bars.index(row[bar]) % len(_COLORS)]
         axes.bar(x, value, width=0.92 * width, color=color, hatch=_HATCH if row["emulated"] else None)
@@ -220,7 +222,7 @@ def _bars(axes: Axes, rows: Rows, height: Callable[[Mapping[str, Any]], float | 
     heights = [height(row) if row["outcome"] == "ok" else None for row in rows]
     for x, (row, value) in enumerate(zip(rows, heights, strict=True)):
         if value is None:
-            axes.text(x, 0, f" {row['outcome']}", ha="center", va="bottom", rotation=90, fontsize=9, color="#b00020")
+            _say_outcome(axes, x, row)
             continue
         color = _OURS if str(row["arm"]).startswith("hetero") else _STOCK
         axes.bar(x, value, color=color, hatch=_HATCH if row["emulated"] else None, edgecolor="white")
@@ -228,6 +230,12 @@ def _bars(axes: Axes, rows: Rows, height: Callable[[Mapping[str, Any]], float | 
     axes.set_xticks(range(len(rows)), [str(row["arm"]).replace(", ", "\n") for row in rows])
     axes.set_xlim(-0.6, len(rows) - 0.4)
     axes.set_ylim(0, 1.15 * max((value for value in heights if value is not None), default=1.0))
+
+
+def _say_outcome(axes: Axes, x: float, row: Mapping[str, Any]) -> None:
+    """In place of a bar; the height is a share of the axes, whatever their scale."""
+    place = axes.get_xaxis_transform()
+    axes.text(x, 0.02, row["outcome"], transform=place, ha="center", va="bottom", rotation=90, fontsize=9, color=_BAD)
 
 
 def _different(rows: Rows, name: str) -> list[Any]:
