@@ -16,7 +16,7 @@ from benchmarks.hetero_speedup.speedup import ArmTimes
 from benchmarks.vit_scaling import __main__ as command
 from benchmarks.vit_scaling import figures, groups, measure, settings
 from benchmarks.vit_scaling.settings import Here, Settings
-from benchmarks.vit_scaling.shapes import Shape, flops_per_sample, local_batch
+from benchmarks.vit_scaling.shapes import Shape, costs, flops_per_sample, local_batch
 from lightning_hetero.errors import HeteroError
 
 CPU = Here(cores=2)
@@ -223,7 +223,7 @@ def test_several_gpus_run_models_of_their_own_size(tmp_path: Path) -> None:
     assert "one_gpu" not in measure.topics_here(CPU)
 
 
-def ladder(here: Here, largest: str) -> tuple[list[figures.Row], list[list[str]]]:
+def ladder(monkeypatch: pytest.MonkeyPatch, here: Here, largest: str) -> tuple[list[figures.Row], list[list[str]]]:
     """Run the ladder with fake devices on which ``largest`` is the first that does not fit."""
     tried = []
 
@@ -232,13 +232,16 @@ def ladder(here: Here, largest: str) -> tuple[list[figures.Row], list[list[str]]
         info = {FAILED: "CUDA out of memory."} if title.startswith(largest) else {"peak_bytes": [2**30]}
         return {name: ArmTimes(case.global_batch, [[0.5, 0.25, 0.25]], info) for name, (_, case) in plan.items()}
 
+    base = Shape("vit_base")  # counting a larger one takes seconds
+    monkeypatch.setattr(groups, "costs", lambda shape, dtype: costs(base, dtype))
+    monkeypatch.setattr(groups, "flops_per_sample", lambda shape: flops_per_sample(base))
     asked = wanted(here, models=("vit_3b", "vit_base", "vit_huge"), sharding=("DDP",))
     each = groups.one_gpu(asked, Path())
     return measure.measure("one_gpu", each, lambda what, steps: None, here, alternating)["rows"], tried
 
 
-def test_the_ladder_climbs_until_nothing_fits() -> None:
-    rows, tried = ladder(H200, "vit_huge")
+def test_the_ladder_climbs_until_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, tried = ladder(monkeypatch, H200, "vit_huge")
     # one after the other: an arm that waits would hold its memory
     assert tried == [["vit_base, eager"], ["vit_base, compiled"], ["vit_huge, eager"], ["vit_huge, compiled"]]
     assert [(each["model"], each["compiled"], each["outcome"]) for each in rows] == [
@@ -256,8 +259,8 @@ def test_the_ladder_climbs_until_nothing_fits() -> None:
     assert not first["scaled_down"]
 
 
-def test_an_unknown_gpu_has_no_mfu_and_says_why() -> None:
-    rows, _ = ladder(Here(cores=2, gpus=1, gpu_name="Secret 9000"), "vit_huge")
+def test_an_unknown_gpu_has_no_mfu_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, _ = ladder(monkeypatch, Here(cores=2, gpus=1, gpu_name="Secret 9000"), "vit_huge")
     assert rows[0]["mfu"] is None
     assert "Secret 9000" in rows[0]["no_mfu"]
 

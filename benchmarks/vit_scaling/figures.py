@@ -15,7 +15,7 @@ Row = dict[str, Any]
 """of a table, as it is written to JSON"""
 
 _REASONS = (
-    re.compile(r"^.*?((?:rank \d+ \(emulated[^\n]*?)?is out of memory[^\n]*)$", re.MULTILINE),
+    re.compile(r"((?:rank \d+ [^\n]*)?is out of memory[^\n]*)"),
     re.compile(r"((?:CUDA|HIP) out of memory[^\n]*)"),
     re.compile(r"InfeasibleError: ([^\n]*)"),
 )
