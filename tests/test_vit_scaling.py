@@ -133,6 +133,7 @@ def test_an_excused_arm_leaves_and_the_others_go_on(monkeypatch: pytest.MonkeyPa
     effort = Effort(3, 2)
     times = conductor.alternate("t", plan, effort, lambda what, steps: None, figures.out_of_memory)
     assert times["well"].turns == [[2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
+    assert times["well"].info.pop("start_s") >= 0
     assert times["well"].info == {"strategy": "well", "at_end": True}
     assert times["fails"].info[FAILED] == "rank 0 is out of memory: x"
     assert len(times["fails"].turns) == turns
@@ -201,7 +202,7 @@ def test_modes_that_ranks_cannot_have_are_left_out() -> None:
 def test_more_ranks_than_cores_are_emulated(tmp_path: Path) -> None:
     found = groups.weak_scaling(wanted(ranks=(1, 2, 8), quick=True), tmp_path)
     ranks = [{(entry.case.world_size, entry.case.emulated) for entry in group.entries.values()} for group in found]
-    assert ranks == [{(1, False), (2, False)}, {(1, True), (2, True), (8, True)}]
+    assert ranks == [{(1, False), (2, False)}, {(1, True), (8, True)}]
     assert [group.title for group in found] == ["scaling of vit_base", "EMULATED scaling of vit_base"]
 
 

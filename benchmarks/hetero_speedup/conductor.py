@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -98,8 +99,10 @@ def alternate(
         for name, (arm, case) in plan.items():
             progress(f"{title}: starting {name}", 0)
             with excused(name):
+                began_s = time.monotonic()
                 running[name] = stack.enter_context(contextlib.closing(ArmRanks(name, arm, case, case.world_size)))
                 times[name].info = running[name].wait_ready()
+                times[name].info["start_s"] = time.monotonic() - began_s
                 for _ in range(effort.warmup_steps + (effort.settling_steps if name == HETERO else 0)):
                     running[name].step()
                     progress(f"{title}: {name}", 1)

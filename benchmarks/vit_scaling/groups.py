@@ -104,7 +104,7 @@ def weak_scaling(wanted: Settings, folder: Path) -> list[Group]:
     shape = wanted.shape(wanted.one_of("vit_huge"))
     samples = local_batch(shape, wanted.emulated_step_s * EMULATED_FLOPS_PER_S)
     cases = {}
-    for n in wanted.ranks:
+    for n in (wanted.ranks[0], wanted.ranks[-1]) if wanted.quick else wanted.ranks:
         device = Device("equal", "here", arms.ENOUGH_BYTES, EMULATED_FLOPS_PER_S)
         path = folder / f"equal_{n}.yaml"
         Cluster(f"{n} equal devices", (device,) * n, emulate=True).to_yaml(path)
@@ -146,8 +146,8 @@ def mixed(wanted: Settings, folder: Path) -> list[Group]:
 def little_memory(wanted: Settings, folder: Path) -> list[Group]:
     """The same where the fast devices have little memory: running out of it is a row. Emulated."""
     strategies = wanted.strategies
-    if wanted.quick:
-        strategies = tuple(name for name in strategies if name in ("hetero_fsdp", "ddp"))
+    if wanted.quick:  # those that start soonest
+        strategies = tuple(name for name in strategies if name in ("ddp", "fsdp2"))
     return [_on_cluster(wanted, settings.MEMORY, settings.LITTLE_MEMORY, strategies)]
 
 

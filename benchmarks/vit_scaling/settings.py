@@ -187,8 +187,8 @@ def default_prefetch(quick: bool) -> tuple[str, ...]:
 
 
 def default_sharding(devices: int, quick: bool = False) -> tuple[str, ...]:
-    """All modes that are different ones on so many ranks; with ``quick`` those without groups."""
+    """All modes that are different ones on so many ranks; with ``quick`` three of them."""
     if quick:
-        return ("DDP", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+        return ("DDP", "FULL_SHARD", "NO_SHARD")
     sizes = [k for k in (1, 2, 4, 8) if k < devices and devices % k == 0]
     return ("DDP", "FULL_SHARD", "SHARD_GRAD_OP", *(f"HYBRID_{k}" for k in sizes), "NO_SHARD")
