@@ -133,6 +133,7 @@ def test_validation_counts_for_no_step() -> None:
     assert [line["samples"] for line in lines] == [2 * SAMPLES] * 2
     # 20 J each in four validations
     assert 0 < sum(line["joules"] for line in lines) < 40
+    assert sum(line["step_s"] for line in lines) < 0.4
 
 
 @pytest.mark.parametrize(("arguments", "problem"), [((0,), "period_s=0"), ((0.1, -1.0), "flops_per_sample=-1.0")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
@@ -11,7 +12,7 @@ from benchmarks.hetero_speedup.arms import equal_strategy
 from benchmarks.hetero_speedup.case import Case
 from benchmarks.hetero_speedup.gate import Gate, GateCallback
 from benchmarks.hetero_speedup.model import DigitClassifier, digit_loader
-from lightning_hetero import RankMemory, RankThroughput, StragglerMonitor
+from lightning_hetero import RankEnergy, RankMemory, RankThroughput, StragglerMonitor
 
 
 def one_device(case: Case, rank: int, gate: Gate) -> None:
@@ -44,8 +45,21 @@ def hetero_fsdp_measured(case: Case, rank: int, gate: Gate) -> None:
     _fit(case, equal_strategy(case, check_loss="off", summary=False), gate, _callbacks())
 
 
+class Stand:
+    """In the place of a device's counter, which this machine may lack: RankEnergy asks it as often."""
+
+    label = "a stand-in of callback_cost"
+
+    def joules(self) -> float:
+        """As if it were 100 W."""
+        return 100.0 * time.monotonic()
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
 def _callbacks() -> list[Callback]:
-    return [RankThroughput(), RankMemory(), StragglerMonitor()]
+    return [RankThroughput(), RankMemory(), StragglerMonitor(), RankEnergy(source=lambda trainer: Stand())]
 
 
 def _fit(case: Case, strategy: Any, gate: Gate, callbacks: list[Callback]) -> None:

@@ -163,13 +163,11 @@ class RankCallback(Callback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """What comes is no training step's."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self.on_train_epoch_end(trainer, pl_module)
+            self._pause()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Likewise."""
-        if self.meter.leads(self):
-            self.meter.pause()
-        self.interrupt()
+        self._pause()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write what is left, and merge the files."""
@@ -188,3 +186,8 @@ class RankCallback(Callback):
         self.end_fit()
         if self._meter is not None:
             self._meter.leave()
+
+    def _pause(self) -> None:
+        if self.meter.leads(self):
+            self.meter.pause()
+        self.interrupt()

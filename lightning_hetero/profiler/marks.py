@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -84,7 +84,7 @@ class UnitMarks:
         if self._handles:
             raise RuntimeError("UnitMarks are attached already: detach them first")
         for index, unit in enumerate(self.units):
-            before, after = self._forward_hooks(index)
+            before, after = self._forward_hooks(index, has_children=any(True for _ in unit.module.children()))
             # last before the forward, so after the gather; first after it, so before the reshard
             self._handles += [
                 unit.module.register_forward_pre_hook(before, with_kwargs=True),
@@ -121,7 +121,7 @@ class UnitMarks:
     def __exit__(self, *exc: object) -> None:
         self.detach()
 
-    def _forward_hooks(self, index: int) -> tuple[Callable[..., None], Callable[..., None]]:
+    def _forward_hooks(self, index: int, has_children: bool) -> tuple[Callable[..., None], Callable[..., None]]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._backward is not None:  # recomputation, part of that backward
                 return
@@ -142,12 +142,12 @@ class UnitMarks:
                 self._inner_forwards -= 1
                 return
             if torch.is_grad_enabled():
-                self._mark_outputs(call, module, output)
+                self._mark_outputs(call, module, output, has_children)
             self._end_forward()
 
         return before, after
 
-    def _mark_inputs(self, call: _Call, inputs: Iterator[Tensor]) -> None:
+    def _mark_inputs(self, call: _Call, inputs: Sequence[Tensor]) -> None:
         """End the call's backward at the first node that made an input.
 
         Autograd runs ready nodes in the reverse of their making, so when a node older than the unit runs, all
@@ -158,13 +158,14 @@ class UnitMarks:
             self._end_backward(call)
 
         for tensor in inputs:
-            if tensor.grad_fn is None:
+            node = tensor.grad_fn
+            if node is None:
                 call.leaf_inputs.append(tensor)
-            elif tensor.grad_fn not in call.input_nodes:
-                call.input_nodes.append(tensor.grad_fn)
-                tensor.grad_fn.register_prehook(end)
+            elif node not in call.input_nodes:
+                call.input_nodes.append(node)
+                node.register_prehook(end)
 
-    def _mark_outputs(self, call: _Call, module: nn.Module, output: Any) -> None:
+    def _mark_outputs(self, call: _Call, module: nn.Module, output: Any, has_children: bool) -> None:
         """Begin the call's backward at the first node that made an output."""
 
         def end_other(grad: Tensor) -> None:
@@ -175,14 +176,13 @@ class UnitMarks:
             self._begin_backward(call)
 
         # An input that is passed through is made by another unit.
-        made = [t for t in _grad_tensors(output) if t.grad_fn is not None and t.grad_fn not in call.input_nodes]
-        for tensor in made:
+        nodes = [(tensor, tensor.grad_fn) for tensor in _grad_tensors(output)]
+        made = [(tensor, node) for tensor, node in nodes if node is not None and node not in call.input_nodes]
+        for tensor, node in made:
             # Hooks on the tensor run before hooks on its node: ours, FSDP2's gather (put there next), the
             # begin.
             tensor.register_hook(end_other)  # type: ignore[no-untyped-call]
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(begin)
-        has_children = any(True for _ in module.children())
+            node.register_prehook(begin)
         if made and not (call.input_nodes and has_children):
             self._mark_leaves(call, [*call.leaf_inputs, *(p for p in module.parameters() if p.requires_grad)])
         # The graph keeps the call: the call must not keep the graph.
@@ -259,17 +259,23 @@ class _Call:
         self.gradients = 0
 
 
-def _grad_tensors(value: Any) -> Iterator[Tensor]:
+def _grad_tensors(value: Any) -> list[Tensor]:
     """Tensors that require a gradient, in nested tuples, lists, dictionaries and dataclasses."""
+    found: list[Tensor] = []
+    _add_grad_tensors(value, found)
+    return found
+
+
+def _add_grad_tensors(value: Any, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
         if value.requires_grad:
-            yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _grad_tensors(item)
+            found.append(value)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _grad_tensors(item)
+            _add_grad_tensors(item, found)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _add_grad_tensors(item, found)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from _grad_tensors(getattr(value, field.name))
+            _add_grad_tensors(getattr(value, field.name), found)

@@ -55,8 +55,9 @@ class Rebalance:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 problems.append(f"{name}={value!r}: give a whole number, 1 or more")
-        if not isinstance(self.settle, bool):
-            problems.append(f"settle={self.settle!r}: give True or False")
+        settle: object = self.settle
+        if not isinstance(settle, bool):
+            problems.append(f"settle={settle!r}: give True or False")
         raise_all(HeteroError, "Rebalance cannot take these values", problems)
 
 
