@@ -73,13 +73,13 @@ class Sharded:
 
     def _strategy(self, case: ScalingCase) -> HeteroFSDPStrategy:
         if case.accelerator != "cpu":  # what the devices are is discovered, and equal devices get equal shares
-            return HeteroFSDPStrategy(
-                sharding_strategy=self.sharding, rebalance=False, summary=False, **dict(self.options)
-            )
+            return HeteroFSDPStrategy(sharding_strategy=self.sharding, rebalance=False, **self._quiet())
         cluster = _equal_cores(case) if case.cluster_path is None else Cluster.from_yaml(case.cluster_path)
-        return HeteroFSDPStrategy(
-            cluster, equal_plan(case, cluster, self.sharding), summary=False, **dict(self.options)
-        )
+        return HeteroFSDPStrategy(cluster, equal_plan(case, cluster, self.sharding), **self._quiet())
+
+    def _quiet(self) -> dict[str, Any]:
+        """The options, without what is done once and printed: it is not timed."""
+        return {"summary": False, "check_loss": "off", **self.options}
 
 
 def equal_plan(case: ScalingCase, cluster: Cluster, sharding: str) -> ShardPlan:
