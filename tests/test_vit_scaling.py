@@ -266,6 +266,22 @@ def test_an_unknown_gpu_has_no_mfu_and_says_why(monkeypatch: pytest.MonkeyPatch)
     assert "Secret 9000" in rows[0]["no_mfu"]
 
 
+def test_what_was_measured_is_kept_topic_by_topic(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(topic: str, *rest: Any) -> dict[str, Any]:
+        if topic == "gpt":
+            raise ArmFailedError("a rank died")
+        return {"rows": [topic]}
+
+    monkeypatch.setattr(measure, "measure", measured)
+    monkeypatch.setattr(groups, "BUILDERS", dict.fromkeys(settings.TOPICS, lambda wanted, folder: []))
+    kept: list[dict[str, Any]] = []
+    with pytest.raises(ArmFailedError):
+        measure.run(
+            wanted(), ("mixed", "gpt"), lambda *told: None, lambda total: None, lambda found: kept.append(found)
+        )
+    assert kept == [{"mixed": {"rows": ["mixed"]}}]
+
+
 # -- command line --------------------------------------------------------------------------------------------------
 
 

@@ -96,6 +96,25 @@ def measured(given: argparse.Namespace, console: Console) -> dict[str, Any]:
     if missing:
         raise HeteroError(f"--only {' '.join(missing)}: there is no GPU here; leave it out")
     preload("benchmarks.vit_scaling.arms")
+
+    def results(found: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "environment": environment() | {"gpus": here.gpus, "gpu": here.gpu_name},
+            "quick": wanted.quick,
+            "arguments": {
+                name: str(value) if isinstance(value, Path) else value
+                for name, value in vars(given).items()
+                if value is not None
+            },
+            "models": models_of(found, wanted),
+            "topics": found,
+        }
+
+    def keep(found: dict[str, Any]) -> None:
+        if given.out is not None:
+            write_json(given.out, results(found))
+
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("starting", total=None)
@@ -104,19 +123,9 @@ def measured(given: argparse.Namespace, console: Console) -> dict[str, Any]:
             topics,
             lambda what, steps: progress.update(task, description=what, advance=steps),
             lambda total: progress.update(task, total=total),
+            keep,
         )
-    return {
-        "schema": SCHEMA,
-        "environment": environment() | {"gpus": here.gpus, "gpu": here.gpu_name},
-        "quick": wanted.quick,
-        "arguments": {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in vars(given).items()
-            if value is not None
-        },
-        "models": models_of(found, wanted),
-        "topics": found,
-    }
+    return results(found)
 
 
 def models_of(found: dict[str, Any], wanted: Settings) -> dict[str, Any]:

@@ -31,11 +31,16 @@ def run(wanted: Settings, topics: tuple[str, ...], progress: Progress, total: Ca
         topics: some of ``settings.TOPICS``.
         progress: told what runs.
         total: told once how many steps there are.
+        keep: given what there is after each topic, so that a run that ends early has not been in vain.
     """
     with tempfile.TemporaryDirectory() as folder:
         plan = {topic: groups.BUILDERS[topic](wanted, Path(folder)) for topic in topics}
         total(sum(steps_of(group) for each in plan.values() for group in each))
-        return {topic: measure(topic, each, progress, wanted.here) for topic, each in plan.items()}
+        found: dict[str, Any] = {}
+        for topic, each in plan.items():
+            found[topic] = measure(topic, each, progress, wanted.here)
+            keep(found)
+    return found
 
 
 def steps_of(group: Group) -> int:
