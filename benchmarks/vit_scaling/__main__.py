@@ -155,7 +155,7 @@ def read_results(path: Path) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     given = parse_arguments(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = Console(width=None if sys.stdout.isatty() else 165)
     try:
         if given.results is not None:
             results = read_results(given.results)

@@ -23,7 +23,13 @@ def topics_here(here: Here) -> tuple[str, ...]:
     return tuple(topic for topic in settings.TOPICS if topic != settings.ONE_GPU or here.gpus)
 
 
-def run(wanted: Settings, topics: tuple[str, ...], progress: Progress, total: Callable[[int], None]) -> dict[str, Any]:
+def run(
+    wanted: Settings,
+    topics: tuple[str, ...],
+    progress: Progress,
+    total: Callable[[int], None],
+    keep: Callable[[dict[str, Any]], None] = lambda found: None,
+) -> dict[str, Any]:
     """Measure the topics; returns rows and what follows from them, by topic.
 
     Args:
