@@ -15,6 +15,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,10 @@ _PRELOAD = [
 
 
 def preload(*modules: str) -> None:
-    """Have these modules imported once for the ranks of all arms; before the first arm starts."""
+    """Have these modules imported once for the ranks of all arms, too, from now on; before the first arm starts."""
     _PRELOAD.extend(module for module in modules if module not in _PRELOAD)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOAD)
+    forkserver.ensure_running()  # imports beside whatever the conductor does until it starts an arm
 
 
 class ArmFailedError(RuntimeError):

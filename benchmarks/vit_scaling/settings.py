@@ -150,7 +150,7 @@ class Settings:
     @property
     def step_flops(self) -> float:
         """FLOPs of a rank's step where CPUs compute for real."""
-        return 6e9 if self.quick else 30e9
+        return 4e9 if self.quick else 30e9
 
     @property
     def scaled_modes(self) -> tuple[str, ...]:
