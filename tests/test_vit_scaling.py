@@ -220,8 +220,13 @@ def test_several_gpus_run_models_of_their_own_size(tmp_path: Path) -> None:
     (group,) = groups.sharding(wanted(here, sharding=("FULL_SHARD",)), tmp_path)
     case = group.entries["FULL_SHARD"].case
     assert (case.accelerator, case.world_size, case.local_batch, case.shape.scaled) == ("cuda", 2, 32, False)
-    assert "one_gpu" in measure.topics_here(here)
-    assert "one_gpu" not in measure.topics_here(CPU)
+
+
+def test_topics_are_those_that_can_run() -> None:
+    assert measure.topics_of(H200, None, False) == settings.TOPICS
+    assert measure.topics_of(CPU, None, False) == settings.TOPICS[:-1]
+    assert set(settings.TOPICS[:-1]) - set(measure.topics_of(CPU, None, True)) == {"options"}
+    assert measure.topics_of(CPU, ["gpt", "options"], True) == ("options", "gpt")
 
 
 def ladder(monkeypatch: pytest.MonkeyPatch, here: Here, largest: str) -> tuple[list[figures.Row], list[list[str]]]:

@@ -172,7 +172,8 @@ def gpt(wanted: Settings, folder: Path) -> list[Group]:
         "hetero_fsdp, FULL_SHARD": Entry(arms.Sharded(), case, {"sharding": "FULL_SHARD"}),
         "hetero_pipe": Entry(arms.hetero_pipe, case),
     }
-    return [Group(settings.GPT_TOPIC, "GPT", entries, wanted.effort)]
+    effort = replace(wanted.effort, turns=1) if wanted.quick else wanted.effort
+    return [Group(settings.GPT_TOPIC, "GPT", entries, effort)]
 
 
 def one_gpu(wanted: Settings, folder: Path) -> list[Group]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from benchmarks.vit_scaling.figures import Row
 from benchmarks.vit_scaling.groups import Group
 from benchmarks.vit_scaling.settings import Here, Settings
 from lightning_hetero.cluster.peaks import peak_flops_per_s
+from lightning_hetero.errors import HeteroError
 
 Alternate = Callable[..., Any]
 """as :func:`benchmarks.hetero_speedup.conductor.alternate`"""
@@ -21,6 +22,23 @@ Alternate = Callable[..., Any]
 def topics_here(here: Here) -> tuple[str, ...]:
     """The topics that can run on these devices."""
     return tuple(topic for topic in settings.TOPICS if topic != settings.ONE_GPU or here.gpus)
+
+
+def topics_of(here: Here, asked: Sequence[str] | None, quick: bool) -> tuple[str, ...]:
+    """The topics that are run: those that were asked for, else all that can be.
+
+    With ``quick`` the options of gathers are left out, whose effect on CPU ranks is small beside what scatters.
+
+    Raises:
+        HeteroError: naming those that cannot run here.
+    """
+    there = topics_here(here)
+    missing = [topic for topic in asked or () if topic not in there]
+    if missing:
+        raise HeteroError(f"--only {' '.join(missing)}: there is no GPU here; leave it out")
+    if asked:
+        return tuple(topic for topic in there if topic in asked)
+    return tuple(topic for topic in there if not (quick and topic == settings.OPTIONS))
 
 
 def run(

@@ -135,7 +135,8 @@ class Settings:
     @property
     def reading_effort(self) -> Effort:
         """Of arms that read: longer turns, of which the first steps do not count."""
-        return replace(self.effort, steps=self.effort.steps + self.skipped_steps)
+        turns = 1 if self.quick else self.effort.turns
+        return replace(self.effort, turns=turns, steps=self.effort.steps + self.skipped_steps)
 
     @property
     def skipped_steps(self) -> int:
