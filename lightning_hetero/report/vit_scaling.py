@@ -115,6 +115,7 @@ def _scaling(axes: Axes, found: Mapping[str, Any]) -> None:
         axes.plot(ranks, times, marker="s" if emulated else "o", color=color, ls="--" if emulated else "-", label=label)
     most = max((row["ranks"] for row in rows), default=1)
     axes.plot([1, most], [1, most], color="black", lw=0.8, ls=":", label="ideal")
+    axes.set_ylim(bottom=0)
     axes.set_xticks(sorted({row["ranks"] for row in rows}))
     axes.set_xlabel("ranks")
     axes.set_ylabel("throughput (one rank = 1)")
