@@ -13,8 +13,7 @@ from benchmarks.hetero_speedup.case import Effort
 from benchmarks.hetero_speedup.conductor import FAILED
 from benchmarks.hetero_speedup.ranks import ArmFailedError
 from benchmarks.hetero_speedup.speedup import ArmTimes
-from benchmarks.vit_scaling import __main__ as command
-from benchmarks.vit_scaling import figures, groups, measure, settings
+from benchmarks.vit_scaling import command, figures, groups, measure, settings
 from benchmarks.vit_scaling.settings import Here, Settings
 from benchmarks.vit_scaling.shapes import Shape, costs, flops_per_sample, local_batch
 from lightning_hetero.errors import HeteroError

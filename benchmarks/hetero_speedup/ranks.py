@@ -15,12 +15,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from benchmarks.hetero_speedup.gate import Gate
+from benchmarks.hetero_speedup.preload import PRELOAD
 
 Arm = Callable[[Any, int, Gate], "dict[str, Any] | None"]
 """An arm's function in each of its ranks: (its case, rank, gate); it returns what is known of it at its end."""
@@ -29,23 +29,6 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 
 START_TIMEOUT_S = 300.0
 STEP_TIMEOUT_S = 300.0
-
-_PRELOAD = [
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "lightning.pytorch",
-    "timm",
-    "sklearn.datasets",
-    "benchmarks.hetero_speedup.arms",
-]
-
-
-def preload(*modules: str) -> None:
-    """Have these modules imported once for the ranks of all arms, too, from now on; before the first arm starts."""
-    _PRELOAD.extend(module for module in modules if module not in _PRELOAD)
-    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOAD)
-    forkserver.ensure_running()  # imports beside whatever the conductor does until it starts an arm
 
 
 class ArmFailedError(RuntimeError):
@@ -67,7 +50,7 @@ class ArmRanks:
         self.folder = Path(tempfile.mkdtemp(prefix="hetero-speedup-"))
         context = multiprocessing.get_context("forkserver")
         # torch and Lightning are imported once for all arms
-        context.set_forkserver_preload(_PRELOAD)
+        context.set_forkserver_preload(PRELOAD)
         port = _free_port()
         self.processes: list[Any] = []
         self.connections: list[Connection] = []
