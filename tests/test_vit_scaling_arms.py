@@ -147,10 +147,10 @@ def test_digits_are_image_files_in_a_folder_per_class(tmp_path: Path) -> None:
 def test_digits_are_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(data, "write_digits", lambda folder: written.append(folder))
+    monkeypatch.setattr(data, "write_digits", lambda folder, most: written.append(most))
     assert data.digit_folder() == data.digit_folder()
-    assert len(written) == 1
-    assert [each.name for each in (tmp_path / "lightning_hetero").iterdir()] == ["digits_png_224"]
+    assert written == [500]
+    assert [each.name for each in (tmp_path / "lightning_hetero").iterdir()] == ["digits_png_500_224"]
 
 
 def test_a_folder_without_images_says_what_to_give(tmp_path: Path) -> None:

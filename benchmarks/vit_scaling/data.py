@@ -21,6 +21,9 @@ from lightning_hetero.models.presets import ViTConfig
 POOL = 64
 """different synthetic samples, over and over"""
 
+DIGITS = 500
+"""how many are written as files"""
+
 DIGIT_PIXELS = 224
 AHEAD = 1
 """batches that a worker reads ahead"""
@@ -117,18 +120,18 @@ def images(folder: Path, shape: Shape) -> Any:
 
 
 def digit_folder() -> Path:
-    """scikit-learn's scanned digits as PNG files of 224 x 224, a folder per digit; written once, then kept.
+    """The first 500 of scikit-learn's scanned digits as PNG files of 224 x 224, a folder per digit; written once, then kept.
 
     Returns:
         The folder, under ``$XDG_CACHE_HOME`` (default ``~/.cache``).
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "lightning_hetero" / f"digits_png_{DIGIT_PIXELS}"
+    folder = cache / "lightning_hetero" / f"digits_png_{DIGITS}_{DIGIT_PIXELS}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix=folder.name, dir=folder.parent))
         try:
-            write_digits(made)
+            write_digits(made, DIGITS)
             made.rename(folder)  # whole or not at all
         except OSError:
             if not folder.exists():  # else another run was first

@@ -137,7 +137,9 @@ def _limits(axes: Axes, found: Mapping[str, Any]) -> None:
             bottom += max(0.0, parts[name])
     for x, arm in enumerate([*order, "image files"]):
         if arm in seconds:
-            axes.text(x, seconds[arm], f"{seconds[arm]:.3f}", ha="center", va="bottom", fontsize=8)
+            # noise may make a part negative, and the stack higher than the step
+            top = max(seconds[arm], bottom) if arm == "image files" else seconds[arm]
+            axes.text(x, top, f"{seconds[arm]:.3f}", ha="center", va="bottom", fontsize=8)
     axes.set_ylim(0, 1.45 * max(seconds.values(), default=1.0))
     axes.set_ylabel("step time (s)")
     axes.set_title(f"what limits: {rows[0]['model']}, FULL_SHARD, {_ranks(rows)}", fontsize=10)
