@@ -120,7 +120,7 @@ def images(folder: Path, shape: Shape) -> Any:
 
 
 def digit_folder() -> Path:
-    """The first 500 of scikit-learn's scanned digits as PNG files of 224 x 224, a folder per digit; written once, then kept.
+    """The first 500 of scikit-learn's scanned digits as PNG files of 224 x 224, a folder per digit; written once.
 
     Returns:
         The folder, under ``$XDG_CACHE_HOME`` (default ``~/.cache``).
