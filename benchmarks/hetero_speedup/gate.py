@@ -6,6 +6,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 
@@ -53,5 +54,7 @@ class GateCallback(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Report the step and wait for the next turn."""
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize()  # what the host has only launched is not done
         self.gate.step_done()
         trainer.should_stop = not self.gate.wait()

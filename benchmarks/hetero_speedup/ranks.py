@@ -19,26 +19,16 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hetero_speedup.case import Case
 from benchmarks.hetero_speedup.gate import Gate
+from benchmarks.hetero_speedup.preload import PRELOAD
 
-Arm = Callable[[Case, int, Gate], dict[str, Any] | None]
-"""An arm's function in each of its ranks: (case, rank, gate); it returns what is known of it at its end."""
+Arm = Callable[[Any, int, Gate], "dict[str, Any] | None"]
+"""An arm's function in each of its ranks: (its case, rank, gate); it returns what is known of it at its end."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 
 START_TIMEOUT_S = 300.0
 STEP_TIMEOUT_S = 300.0
-
-_PRELOAD = [
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "lightning.pytorch",
-    "timm",
-    "sklearn.datasets",
-    "benchmarks.hetero_speedup.arms",
-]
 
 
 class ArmFailedError(RuntimeError):
@@ -55,12 +45,12 @@ class ArmRanks:
         world_size: number of ranks.
     """
 
-    def __init__(self, name: str, arm: Arm, case: Case, world_size: int) -> None:
+    def __init__(self, name: str, arm: Arm, case: Any, world_size: int) -> None:
         self.name = name
         self.folder = Path(tempfile.mkdtemp(prefix="hetero-speedup-"))
         context = multiprocessing.get_context("forkserver")
         # torch and Lightning are imported once for all arms
-        context.set_forkserver_preload(_PRELOAD)
+        context.set_forkserver_preload(PRELOAD)
         port = _free_port()
         self.processes: list[Any] = []
         self.connections: list[Connection] = []
@@ -140,9 +130,7 @@ class ArmRanks:
         raise ArmFailedError(f"arm {self.name!r}, rank {rank} {why}\nend of its output:\n{output}")
 
 
-def _run_rank(
-    arm: Arm, case: Case, rank: int, world_size: int, port: int, connection: Connection, folder: Path
-) -> None:
+def _run_rank(arm: Arm, case: Any, rank: int, world_size: int, port: int, connection: Connection, folder: Path) -> None:
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
