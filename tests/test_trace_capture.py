@@ -25,6 +25,10 @@ from tests.harness import WarmRanks
 
 PLANNED, MEASURED, PARTS = 1, 2, 3
 
+AWAKE_US = 8e3
+"""by which ranks may differ in when the barrier lets them go, on a busy machine; a forward takes 10 ms
+or more"""
+
 
 def on_shards(steps: int) -> dict[str, Any]:
     strategy = HeteroFSDPStrategy(devices((BUSY_S,) * 2, SHARE), shard_plan(2), check_loss="off", summary=False)
@@ -140,8 +144,8 @@ def test_hetero_pipe_with_the_planned_schedule_above(ranks: WarmRanks, tmp_path:
     ends = {event["name"]: event["ts"] + event["dur"] for event in events(merged, MEASURED)}
     starts = {event["name"]: event["ts"] for event in events(merged, MEASURED)}
     for k in range(3):
-        assert starts[f"1F{k}"] > ends[f"0F{k}"] - 2e3
-        assert starts[f"0B{k}"] > ends[f"1B{k}"] - 2e3
+        assert starts[f"1F{k}"] > ends[f"0F{k}"] - AWAKE_US
+        assert starts[f"0B{k}"] > ends[f"1B{k}"] - AWAKE_US
 
 
 def test_ddp(ranks: WarmRanks, tmp_path: Path) -> None:

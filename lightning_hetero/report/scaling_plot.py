@@ -74,7 +74,8 @@ def scaling_figure(lines: Sequence[ScalingLine]) -> Figure:
     share.set_ylabel("share (%)")
     for axes in (total, share):
         axes.legend(fontsize=8, frameon=False)
-    weak = all(line.is_weak for line in lines)
-    what = "Weak scaling" if weak else "Scaling, samples a rank differ between runs"
+    several = [line for line in lines if len(line.points) > 1]
+    weak = "Weak scaling" if all(line.is_weak for line in several) else "Scaling, samples a rank differ between runs"
+    what = weak if several else "Throughput over ranks"
     title(figure, what, any(line.emulated for line in lines))
     return figure
