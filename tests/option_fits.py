@@ -91,14 +91,17 @@ def orders_of(fits: list[Fit]) -> list[tuple[str, str]]:
     return [_order_of(fit) for fit in fits]
 
 
-def in_flight_of(fits: list[tuple[Fit, int]]) -> list[tuple[str, int]]:
-    """The events of one step's forward, and how many reductions may run at once, on devices of so many bytes."""
+def in_flight_of(fits: list[tuple[Fit, int, bool]]) -> list[tuple[str, int]]:
+    """The events of one step's forward, and how many reductions may run at once, on devices of so many bytes.
+
+    Each fit comes with whether the devices are emulated.
+    """
     found = []
-    for fit, memory_bytes in fits:
+    for fit, memory_bytes, emulate in fits:
         strategy = strategy_for(fit)
         assert strategy.cluster is not None
         devices = tuple(replace(device, memory_bytes=memory_bytes) for device in strategy.cluster.devices)
-        strategy.cluster = replace(strategy.cluster, devices=devices)
+        strategy.cluster = replace(strategy.cluster, devices=devices, emulate=emulate)
         forward, _ = _order_of(fit, strategy)
         assert strategy.gradients.reduce_scatter is not None
         found.append((forward, strategy.gradients.reduce_scatter.in_flight))

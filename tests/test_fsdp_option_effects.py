@@ -62,8 +62,14 @@ def test_what_stays_gathered_is_in_flight_at_once_where_there_is_room(ranks: War
     fit = Fit(network="mlp", shares=(4, 2), reshard=False)
     parameters = 8 * sum(rows * (columns + 1) for columns, rows in itertools.pairwise(WIDTHS))
     limited = fit.on(options={"limit_all_gathers": True})
-    for found in ranks.run(2, in_flight_of, [(fit, 10 * parameters), (fit, 10 * parameters - 1), (limited, 2**30)]):
-        assert found == [(FORWARD["two ahead"], 5), (FORWARD["ahead"], 2), (FORWARD["ahead"], 5)]
+    cases = [(fit, 10 * parameters, False), (fit, 10 * parameters - 1, False), (limited, 2**30, False)]
+    for found in ranks.run(2, in_flight_of, [*cases, (fit, 2**30, True)]):
+        assert found == [
+            (FORWARD["two ahead"], 5),
+            (FORWARD["ahead"], 2),
+            (FORWARD["ahead"], 5),
+            (FORWARD["two ahead"], 2),
+        ]
 
 
 @pytest.mark.parametrize(

@@ -254,3 +254,28 @@ def test_plans_with_torch_blocked():
     )
     assert result.stderr == ""
     assert result.stdout == "(6, 3)\nTrue\n"
+
+
+IMPORT_ALONE = """
+import os, sys
+import lightning.pytorch, torch.distributed.fsdp, torch.profiler, timm  # once; what is tested is the order of ours
+for name in list(sys.modules):
+    if name.split(".")[0] == "lightning_hetero":
+        del sys.modules[name]
+for package in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        __import__(package)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(f"{package} cannot be imported first")
+"""
+
+
+def test_each_package_can_be_imported_first():
+    """A cycle through a package's ``__init__`` shows with some order of imports only."""
+    packages = [f"{PACKAGE}.{path.parent.name}" for path in FILES if path.name == "__init__.py" and path.parent != ROOT]
+    subprocess.run(
+        [sys.executable, "-c", IMPORT_ALONE, *sorted({*packages} - {f"{PACKAGE}.pipe", f"{PACKAGE}.chains"})],
+        check=True,
+    )

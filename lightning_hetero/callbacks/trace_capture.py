@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -21,7 +21,10 @@ from lightning_hetero.callbacks.whole_plan import planned_step_of
 from lightning_hetero.errors import HeteroError, raise_all
 from lightning_hetero.metrics import TIMELINE
 from lightning_hetero.profiler.step_timeline import Span
-from lightning_hetero.strategies.pipeline import HeteroPipelineStrategy
+from lightning_hetero.strategies.base import HeteroStrategy
+
+if TYPE_CHECKING:  # strategies import callbacks
+    from lightning_hetero.strategies.pipeline import HeteroPipelineStrategy
 
 FOLDER = "traces"
 """beside metrics.jsonl"""
@@ -259,9 +262,9 @@ class TraceCapture(RankCallback):
 def _action_of(trainer: pl.Trainer) -> Callable[[], str | None]:
     """What the stage of a pipeline runs at the moment."""
     strategy = trainer.strategy
-    if not isinstance(strategy, HeteroPipelineStrategy):
+    if not (isinstance(strategy, HeteroStrategy) and strategy.waits_for_messages):
         return lambda: None
-    runtime = strategy.assembly.runtime
+    runtime = cast("HeteroPipelineStrategy", strategy).assembly.runtime
     return lambda: None if runtime is None or runtime.at is None else str(runtime.at)
 
 

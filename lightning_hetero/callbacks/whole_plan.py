@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 
@@ -10,7 +10,10 @@ from lightning_hetero.errors import HeteroError
 from lightning_hetero.plan import PipelinePlan, ShardPlan
 from lightning_hetero.planner.planned_stages import pipelines_seconds
 from lightning_hetero.simulator.planned_step import PipelineSeconds, PlannedStep, plan_step
-from lightning_hetero.strategies.pipeline import HeteroPipelineStrategy
+from lightning_hetero.strategies.base import HeteroStrategy
+
+if TYPE_CHECKING:  # strategies import callbacks
+    from lightning_hetero.strategies.pipeline import HeteroPipelineStrategy
 
 
 def whole_plan_of(trainer: pl.Trainer) -> dict[str, Any]:
@@ -40,7 +43,9 @@ def planned_step_of(trainer: pl.Trainer) -> PlannedStep | str:
 
 def _seconds(trainer: pl.Trainer, plan: ShardPlan | PipelinePlan) -> tuple[PipelineSeconds, ...] | None:
     strategy = trainer.strategy
-    if not isinstance(plan, PipelinePlan) or not isinstance(strategy, HeteroPipelineStrategy) or strategy.basis is None:
+    if not isinstance(plan, PipelinePlan) or not isinstance(strategy, HeteroStrategy):
         return None
-    basis = strategy.basis
+    basis = cast("HeteroPipelineStrategy", strategy).basis
+    if basis is None:
+        return None
     return pipelines_seconds(plan, basis.cluster, basis.costs, basis.training)

@@ -274,7 +274,14 @@ class HeteroFSDPStrategy(FSDPSteps):
             torch_adapter.set_unshard_async(module, True)
         self.gradients = GradientReduction(module, self.groups, self.root_device)
         roomy = not self.reshards and is_small(module, self.cluster)
-        order_gathers(module, units, self.options, self.gradients.reduce_scatter, roomy=roomy)
+        order_gathers(
+            module,
+            units,
+            self.options,
+            self.gradients.reduce_scatter,
+            roomy=roomy,
+            planned_by_two=self.cluster.emulate,
+        )
         if len(self.groups.replicas) > 1:
             lightning_adapter.clip_norms_by(self.precision_plugin, clip_by_one_norm)
         self._forwards = self._wrap_forwards(units)

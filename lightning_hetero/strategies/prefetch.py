@@ -29,6 +29,7 @@ def order_gathers(
     reduce_scatter: OverlappedReduceScatter | None,
     *,
     roomy: bool = False,
+    planned_by_two: bool = False,
 ) -> None:
     """Have each block gather others ahead, in forward and in backward, as the options say.
 
@@ -43,13 +44,15 @@ def order_gathers(
             FSDP2's own prefetch is kept if it does what the options say.
         roomy: whether all blocks' parameters stay gathered from forward to backward anyway, and their gradients have
             room beside them: then nothing limits what is in flight, unless the options do.
+        planned_by_two: whether memory is planned with two reductions in flight, which then stay so: emulated devices,
+            whose memory is held against their plan.
     """
     modules: list[FSDPModule] = [module for module in root.modules() if isinstance(module, FSDPModule)]
     blocks: list[FSDPModule] = [u.module for u in units if u.is_block and isinstance(u.module, FSDPModule)]
     on_gloo = reduce_scatter is not None
     unlimited = options.gathers_ahead is None or (roomy and on_gloo and options.limit_all_gathers is None)
     ahead = len(blocks) if unlimited else options.gathers_ahead or 0
-    if reduce_scatter is not None and roomy:
+    if reduce_scatter is not None and roomy and not planned_by_two:
         reduce_scatter.in_flight = len(modules)
     when = options.backward if ahead else "NONE"
     for module in modules:
