@@ -216,7 +216,7 @@ nodes:
     ("culprit", "how", "launcher"),
     [
         pytest.param(1, "raise", "lightning", marks=pytest.mark.slow),
-        (0, "kill", "lightning"),
+        pytest.param(0, "kill", "lightning", marks=pytest.mark.slow),
         pytest.param(0, "raise", "lightning", marks=pytest.mark.slow),
         pytest.param(1, "kill", "lightning", marks=pytest.mark.slow),
         pytest.param(1, "kill", "torchrun", marks=pytest.mark.slow),
@@ -324,7 +324,7 @@ def hetero_killed(when: str, culprit: int, folder: str, sharded: bool) -> None:
         pytest.param("step", 0, True, DIES_AT, marks=pytest.mark.slow),
         pytest.param("saving", 0, False, DIES_AT - 1, marks=pytest.mark.slow),
         pytest.param("saving", 1, True, DIES_AT - 1, marks=pytest.mark.slow),
-        ("saving", 0, True, DIES_AT - 1),
+        pytest.param("saving", 0, True, DIES_AT - 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_relaunch_on_fewer_ranks_goes_on(

@@ -68,7 +68,7 @@ def check(ranks: WarmRanks, fit: Fit) -> None:
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(name, marks=[] if name in ("2,2", "1,3", "3,1, mixed") else pytest.mark.slow) for name in PAIRS],
+    [pytest.param(name, marks=[] if name in ("1,3", "3,1, mixed") else pytest.mark.slow) for name in PAIRS],
 )
 def test_groups_give_what_one_device_gives(ranks: WarmRanks, layout: str) -> None:
     check(ranks, fit_for(layout, **PAIRS[layout]))
@@ -95,10 +95,7 @@ MICRO = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[] if name.startswith(("groups that do not", "NO_SHARD, and")) else pytest.mark.slow)
-        for name in MICRO
-    ],
+    [pytest.param(name, marks=[] if name.startswith("groups that do not") else pytest.mark.slow) for name in MICRO],
 )
 def test_micro_batches_give_what_one_device_gives(ranks: WarmRanks, name: str) -> None:
     check(ranks, MICRO[name])
@@ -208,7 +205,7 @@ def traffic_of_a_rank(fit: Fit) -> tuple[list[int], int, int]:
     return seen.elements, ownership.elements_summed(rank), runs
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_crosses_is_what_ownership_says(ranks: WarmRanks, accumulate: int) -> None:
     fit = fit_for("2,3", network="mlp", accumulate=accumulate)
     for elements, expected, runs in ranks.run(fit.ranks, traffic_of_a_rank, fit):

@@ -199,6 +199,7 @@ def test_a_share_stays_under_what_memory_holds(ranks: WarmRanks) -> None:
     assert result["shares"] == (5, 3)
 
 
+@pytest.mark.slow
 def test_shares_move_within_and_between_groups(ranks: WarmRanks) -> None:
     details = {"groups": ((0,), (1, 2)), "micro_batches": (2, 1)}
     still = ranks.run(3, moving, (4, 4, 4), False, details=details)[0]

@@ -10,10 +10,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_hetero.cluster import Cluster, Device, Link
+from lightning_hetero.costs import TimingPoint, UnitTiming
 from lightning_hetero.errors import HeteroError, InfeasibleError
 from lightning_hetero.plan import Pipeline, PipelinePlan, ShardPlan, Stage
 from lightning_hetero.strategies import HeteroAutoStrategy, HeteroFSDPStrategy, HeteroPipelineStrategy
 from lightning_hetero.strategies.auto import decide
+from lightning_hetero.strategies.pipe.planning import _pooled
 from tests.harness import WarmRanks
 from tests.pipe_fits import Pictures, pictures
 
@@ -133,3 +135,17 @@ def test_a_model_that_cannot_be_split_is_sharded(ranks: WarmRanks) -> None:
     for name, reason in ranks.run(2, plain_fit, process_group=False):
         assert name == HeteroFSDPStrategy.__name__
         assert reason.startswith("hetero_fsdp, since the model cannot be split into stages: ")
+
+
+def test_a_model_whose_samples_take_no_time_in_the_noise_can_be_planned() -> None:
+    """Where more samples took no longer, no line says what one takes: the largest size's seconds do, as a whole."""
+    flat = [TimingPoint(1, 2e-3, 3e-3), TimingPoint(8, 2e-3, 3e-3)]
+    falling = [TimingPoint(1, 2e-3, 3e-3), TimingPoint(8, 1.6e-3, 2.4e-3)]
+    own = {"a": UnitTiming.fitted(flat), "b": UnitTiming.fitted(falling)}
+    assert sum(each.forward_per_sample_s + each.backward_per_sample_s for each in own.values()) == 0
+    found = _pooled(["core"], [own], [1.0])["core"]
+    assert found["a"].forward_per_sample_s == pytest.approx(2e-3 / 8)
+    assert found["b"].backward_per_sample_s == pytest.approx(2.4e-3 / 8)
+    assert found["a"].forward_fixed_s == found["b"].backward_fixed_s == 0
+    growing = UnitTiming.fitted([TimingPoint(1, 2e-3, 3e-3), TimingPoint(8, 4e-3, 6e-3)])
+    assert _pooled(["core"], [{"a": growing}], [1.0])["core"] == {"a": growing}

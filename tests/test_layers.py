@@ -272,6 +272,7 @@ for package in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_each_package_can_be_imported_first():
     """A cycle through a package's ``__init__`` shows with some order of imports only."""
     packages = [f"{PACKAGE}.{path.parent.name}" for path in FILES if path.name == "__init__.py" and path.parent != ROOT]

@@ -149,6 +149,7 @@ def how_groups_reduce(plans: list[ShardPlan | None]) -> list[bool]:
     return found
 
 
+@pytest.mark.slow
 def test_groups_that_may_not_march_together_cross_by_ownership(ranks: WarmRanks) -> None:
     plan = ShardPlan(8, (2,) * 4, ((0, 1), (2, 3)), ("a",) * 4, modes=("FULL_SHARD",) * 2)
     plans = [plan, replace(plan, micro_batches=(2, 2)), replace(plan, micro_batches=(2, 1)), None]

@@ -178,7 +178,7 @@ def test_to_one_device_and_back(ranks: WarmRanks, tmp_path: Path) -> None:
         assert own["losses"] == pytest.approx(straight["losses"][SAVE_AT:], rel=1e-10)
 
 
-@pytest.mark.parametrize("there", ["fsdp", "sharded"])
+@pytest.mark.parametrize("there", ["fsdp", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_to_hetero_fsdp_and_back(ranks: WarmRanks, tmp_path: Path, there: str) -> None:
     straight = go(None, str(tmp_path / "one"), 9)
     run(ranks, there, str(tmp_path / "a"), SAVE_AT)

@@ -51,7 +51,7 @@ def seconds(case: PipelineCase) -> list[float]:
     return taken
 
 
-@pytest.mark.parametrize("speeds", [(1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("speeds", [(1, 2), pytest.param((2, 1), marks=pytest.mark.slow)], ids=str)
 def test_an_emulated_step_takes_its_schedule_s_time(ranks: WarmRanks, speeds: tuple[float, ...]) -> None:
     """A stage that waited for a message begins when that came; one that did not, where it was done."""
     case = PipelineCase(cut=(2, 2), speeds=speeds, micro_batches=4, forward_ms=10, extra=0)

@@ -249,6 +249,7 @@ def test_a_straggler_makes_shares_move_where_they_can(ranks: WarmRanks) -> None:
     assert [line["plan"]["samples"] for line in plans[-2:]] == list(first["shares"])
 
 
+@pytest.mark.slow
 def test_without_a_plan_samples_say_what_to_expect(ranks: WarmRanks) -> None:
     result = ranks.run(2, slow_ddp, 2, 8)[0]
     check_sums(result, 2, 2 * SHARE)
@@ -292,6 +293,7 @@ def test_a_pipeline(ranks: WarmRanks) -> None:
     assert median(result, 1, "messages_s") > median(result, 0, "messages_s")
 
 
+@pytest.mark.slow
 def test_micro_batches_that_accumulate(ranks: WarmRanks) -> None:
     result = ranks.run(2, with_uneven_share, 3)[0]
     check_sums(result, 2, 32)

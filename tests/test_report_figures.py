@@ -126,6 +126,7 @@ def test_every_figure_says_that_devices_are_emulated(tmp_path: Path) -> None:
         assert {"EMULATED" in figure.get_suptitle() for figure in figures} == {emulated}
 
 
+@pytest.mark.slow
 def test_a_figure_of_many_ranks_is_no_larger_than_a_page(tmp_path: Path) -> None:
     run = read(write_run(tmp_path, ranks=100, steps=2, samples=(1.0,) * 100, plan=shard_plan((1,) * 100)))
     for _, draw, _ in RUN_FIGURES:

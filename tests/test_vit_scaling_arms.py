@@ -93,6 +93,7 @@ def test_what_stands_in_for_collectives() -> None:
     assert reduced.tolist() == [1.0, 2.0]
 
 
+@pytest.mark.slow
 def test_memory_is_counted_on_every_rank_and_sharding_saves_some(ranks: WarmRanks) -> None:
     peaks = {}
     for mode in ("FULL_SHARD", "NO_SHARD"):

@@ -177,7 +177,16 @@ def _pooled(
     for kind in dict.fromkeys(kinds):
         members = sorted((r for r, each in enumerate(kinds) if each == kind), key=lambda r: totals[r])
         found[kind] = dict(everyones[members[0]])
+        if sum(t.forward_per_sample_s + t.backward_per_sample_s for t in found[kind].values()) <= 0:
+            found[kind] = {name: _by_the_largest(timing) for name, timing in found[kind].items()}
     return found
+
+
+def _by_the_largest(timing: UnitTiming) -> UnitTiming:
+    """All of the largest size's seconds as per sample: of a model so small that noise hides what a sample takes."""
+    if not timing.points:
+        return timing
+    return UnitTiming.fitted([max(timing.points, key=lambda point: point.samples)])
 
 
 def merge_units(costs: ModelCosts, placement: Placement, call: Call | None = None) -> ModelCosts:
