@@ -64,7 +64,7 @@ def cases(cluster_path: Path, quick: bool) -> dict[str, tuple[Case, Effort]]:
     real_work = Case("real work", 2, global_batch=192, solo_batch=64, doubled_ranks=(1,), max_steps=200)
     equal = Case("equal devices", 2, global_batch=32, solo_batch=16)
     if quick:
-        efforts = Effort(1, 1), Effort(3, 1), Effort(3, 2)
+        efforts = Effort(1, 1), Effort(2, 1), Effort(3, 2)
     else:
         efforts = Effort(3, 2), Effort(24, 1, settling_steps=SETTLING_STEPS), Effort(20, 2)
     return dict(zip(PARTS, zip((emulated, real_work, equal), efforts, strict=True), strict=True))
