@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
-from benchmarks.hetero_speedup.arms import equal_strategy
+from benchmarks.hetero_speedup.arms import equal_strategy, fit
 from benchmarks.hetero_speedup.case import Case
-from benchmarks.hetero_speedup.gate import Gate, GateCallback
-from benchmarks.hetero_speedup.model import DigitClassifier, digit_loader
+from benchmarks.hetero_speedup.gate import Gate
+from benchmarks.hetero_speedup.model import DigitClassifier
 from lightning_hetero import RankEnergy, RankMemory, RankThroughput, StragglerMonitor
 
 
@@ -63,15 +63,4 @@ def _callbacks() -> list[Callback]:
 
 
 def _fit(case: Case, strategy: Any, gate: Gate, callbacks: list[Callback]) -> None:
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=case.world_size,
-        strategy=strategy,
-        max_epochs=1,
-        callbacks=[*callbacks, GateCallback(gate)],
-        logger=CSVLogger("."),
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(DigitClassifier(case.size), digit_loader(case.local_batch, case.global_batch, case.max_steps))
+    fit(case, DigitClassifier(case.size), strategy, callbacks, gate, logger=CSVLogger("."))

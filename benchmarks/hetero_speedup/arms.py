@@ -116,14 +116,17 @@ def _slowness(case: Case, emulate: bool) -> list[Callback]:
     return []
 
 
-def fit(case: Case, module: LightningModule, strategy: Any, callbacks: list[Callback], gate: Gate) -> None:
+def fit(
+    case: Case, module: LightningModule, strategy: Any, callbacks: list[Callback], gate: Gate, *, logger: Any = False
+) -> None:
+    """Train until the gate says stop."""
     trainer = Trainer(
         accelerator="cpu",
         devices=case.world_size,
         strategy=strategy,
         max_epochs=1,
         callbacks=[*callbacks, GateCallback(gate)],
-        logger=False,
+        logger=logger,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
@@ -21,46 +23,7 @@ def scaling_figure(lines: Sequence[ScalingLine]) -> Figure:
     total, share = figure.subplots(1, 2)
     counts = sorted({point.ranks for line in lines for point in line.points})
     for color, line in zip(LINES * len(lines), lines, strict=False):
-        there = [(point, point.samples_per_s) for point in line.points if point.samples_per_s is not None]
-        if not there:
-            continue
-        ranks = [point.ranks for point, _ in there]
-        total.plot(ranks, [value for _, value in there], marker="o", color=color, label=f"{line.label}, measured")
-        pairs = [(point.ranks, value, line.ideal(point)) for point, value in there]
-        ideal = [(count, value, best) for count, value, best in pairs if best is not None]
-        if ideal:
-            total.plot(
-                [count for count, _, _ in ideal],
-                [best for _, _, best in ideal],
-                color=color,
-                linestyle="--",
-                alpha=0.7,
-                label=f"{line.label}, ideal from the smallest",
-            )
-            shares = [100 * value / best for _, value, best in ideal]
-            share.plot(
-                [count for count, _, _ in ideal], shares, color=color, marker="o", label=f"{line.label}, of the ideal"
-            )
-        own = [(point.ranks, point.own_samples_per_s) for point, _ in there if point.own_samples_per_s is not None]
-        if own:
-            total.plot(
-                [count for count, _ in own],
-                [value for _, value in own],
-                color=color,
-                linestyle=":",
-                marker="x",
-                label=f"{line.label}, if no rank waited",
-            )
-            rates = {point.ranks: value for point, value in there}
-            shares = [100 * rates[count] / rate for count, rate in own]
-            share.plot(
-                [count for count, _ in own],
-                shares,
-                color=color,
-                linestyle=":",
-                marker="x",
-                label=f"{line.label}, of no waiting",
-            )
+        _draw(total, share, line, color)
     share.axhline(100, color="#6b7785", linewidth=0.8)
     for axes in (total, share):
         axes.set_xscale("log", base=2)
@@ -79,3 +42,27 @@ def scaling_figure(lines: Sequence[ScalingLine]) -> Figure:
     what = weak if several else "Throughput over ranks"
     title(figure, what, any(line.emulated for line in lines))
     return figure
+
+
+def _draw(total: Axes, share: Axes, line: ScalingLine, color: str) -> None:
+    """One strategy's runs, its ideals, and what share of them it has."""
+    there = [(point, point.samples_per_s) for point in line.points if point.samples_per_s is not None]
+    if not there:
+        return
+    _plot(total, [(point.ranks, value) for point, value in there], f"{line.label}, measured", color, marker="o")
+    ideal = [(point.ranks, value, best) for point, value in there if (best := line.ideal(point)) is not None]
+    if ideal:
+        label = f"{line.label}, ideal from the smallest"
+        _plot(total, [(ranks, best) for ranks, _, best in ideal], label, color, linestyle="--", alpha=0.7)
+        shares = [(ranks, 100 * value / best) for ranks, value, best in ideal]
+        _plot(share, shares, f"{line.label}, of the ideal", color, marker="o")
+    own = [(p.ranks, value, p.own_samples_per_s) for p, value in there if p.own_samples_per_s is not None]
+    if own:
+        dotted = {"linestyle": ":", "marker": "x"}
+        _plot(total, [(ranks, rate) for ranks, _, rate in own], f"{line.label}, if no rank waited", color, **dotted)
+        shares = [(ranks, 100 * value / rate) for ranks, value, rate in own]
+        _plot(share, shares, f"{line.label}, of no waiting", color, **dotted)
+
+
+def _plot(axes: Axes, points: Sequence[tuple[int, float]], label: str, color: str, **how: Any) -> None:
+    axes.plot([ranks for ranks, _ in points], [value for _, value in points], label=label, color=color, **how)

@@ -1,13 +1,18 @@
-"""The arguments of hetero_fsdp, and those that hetero_pipe shares, as a user may give them."""
+"""The arguments of hetero_fsdp, and those that the other strategies share, as a user may give them."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import ModelCosts
-from lightning_hetero.errors import HeteroError, PlanError
+from lightning_hetero.errors import ClusterError, HeteroError, PlanError
 from lightning_hetero.plan import PipelinePlan, ShardPlan
+
+CLUSTER_VARIABLE = "LIGHTNING_HETERO_CLUSTER"
+"""environment variable that names a cluster file, for ``Trainer(strategy="hetero_fsdp")``"""
 
 Plan = TypeVar("Plan", ShardPlan, PipelinePlan)
 
@@ -42,3 +47,16 @@ def read_plan(plan: str | Path | Plan, kind: type[Plan]) -> Plan:
     if not isinstance(plan, str | Path):
         raise PlanError(f"plan={plan!r} is a {type(plan).__name__}: pass 'auto', a {kind.__name__} or the path of one")
     return kind.load(plan)
+
+
+def read_cluster(cluster: Cluster | str | Path | None) -> Cluster | None:
+    """The cluster that a user gave, as an object, a path, or by the environment; None where nothing says one."""
+    if cluster is None:
+        cluster = os.environ.get(CLUSTER_VARIABLE) or None
+    if isinstance(cluster, Cluster) or cluster is None:
+        return cluster
+    if not isinstance(cluster, str | Path):
+        raise ClusterError(
+            f"cluster={cluster!r} is a {type(cluster).__name__}: pass a Cluster, the path of a cluster file, or None"
+        )
+    return Cluster.from_yaml(cluster)

@@ -21,10 +21,8 @@ from torch import Tensor
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.errors import ClusterError, HeteroError, UnsupportedError, raise_all
 from lightning_hetero.strategies import lightning_adapter, torch_adapter
+from lightning_hetero.strategies.arguments import read_cluster
 from lightning_hetero.strategies.failure import FailureWatch, RankFailedError
-
-CLUSTER_VARIABLE = "LIGHTNING_HETERO_CLUSTER"
-"""environment variable that names a cluster file, for ``Trainer(strategy="hetero_fsdp")``"""
 
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 _FP16 = "16-mixed"
@@ -93,7 +91,7 @@ class HeteroStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._timeout = timeout
         self._backend = process_group_backend
-        self.cluster: Cluster | None = _read_cluster(cluster)
+        self.cluster: Cluster | None = read_cluster(cluster)
         if self.cluster is not None and self.cluster.emulate and not parallel_devices:
             # an emulated cluster sets the number of processes: on CPU, devices="auto" would be one
             local = int(os.environ.get("LOCAL_WORLD_SIZE", self.cluster.world_size))
@@ -372,18 +370,6 @@ class HeteroStrategy(ParallelStrategy):
         """Move what is not sharded to this rank's device."""
         assert self.model is not None
         self.model.to(self.root_device)
-
-
-def _read_cluster(cluster: Cluster | str | Path | None) -> Cluster | None:
-    if cluster is None:
-        cluster = os.environ.get(CLUSTER_VARIABLE) or None
-    if isinstance(cluster, Cluster) or cluster is None:
-        return cluster
-    if not isinstance(cluster, str | Path):
-        raise ClusterError(
-            f"cluster={cluster!r} is a {type(cluster).__name__}: pass a Cluster, the path of a cluster file, or None"
-        )
-    return Cluster.from_yaml(cluster)
 
 
 def _number_of_devices(devices: Any) -> int | None:
