@@ -13,8 +13,7 @@ of:
   that the unit had to do is done;
 - the output of another unit gets its gradient (FSDP2's gather is a hook on that tensor, put there after
   ours);
-- for a module without children, and for one whose inputs come from no node, such as a model's first unit: the
-  last of its parameters' gradients is there.
+- for a unit whose inputs come from no node, such as a model's first: the last of its parameters' gradients is there.
 
 Every begin has one end, and marks do not nest:
 
@@ -84,7 +83,7 @@ class UnitMarks:
         if self._handles:
             raise RuntimeError("UnitMarks are attached already: detach them first")
         for index, unit in enumerate(self.units):
-            before, after = self._forward_hooks(index, has_children=any(True for _ in unit.module.children()))
+            before, after = self._forward_hooks(index)
             # last before the forward, so after the gather; first after it, so before the reshard
             self._handles += [
                 unit.module.register_forward_pre_hook(before, with_kwargs=True),
@@ -121,7 +120,7 @@ class UnitMarks:
     def __exit__(self, *exc: object) -> None:
         self.detach()
 
-    def _forward_hooks(self, index: int, has_children: bool) -> tuple[Callable[..., None], Callable[..., None]]:
+    def _forward_hooks(self, index: int) -> tuple[Callable[..., None], Callable[..., None]]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._backward is not None:  # recomputation, part of that backward
                 return
@@ -142,7 +141,7 @@ class UnitMarks:
                 self._inner_forwards -= 1
                 return
             if torch.is_grad_enabled():
-                self._mark_outputs(call, module, output, has_children)
+                self._mark_outputs(call, module, output)
             self._end_forward()
 
         return before, after
@@ -165,7 +164,7 @@ class UnitMarks:
                 call.input_nodes.append(node)
                 node.register_prehook(end)
 
-    def _mark_outputs(self, call: _Call, module: nn.Module, output: Any, has_children: bool) -> None:
+    def _mark_outputs(self, call: _Call, module: nn.Module, output: Any) -> None:
         """Begin the call's backward at the first node that made an output."""
 
         def end_other(grad: Tensor) -> None:
@@ -183,7 +182,7 @@ class UnitMarks:
             # begin.
             tensor.register_hook(end_other)  # type: ignore[no-untyped-call]
             node.register_prehook(begin)
-        if made and not (call.input_nodes and has_children):
+        if made and not call.input_nodes:
             self._mark_leaves(call, [*call.leaf_inputs, *(p for p in module.parameters() if p.requires_grad)])
         # The graph keeps the call: the call must not keep the graph.
         call.input_nodes, call.leaf_inputs = [], []
