@@ -108,7 +108,8 @@ def _check(pipelines: Sequence[PipelineLoad], reductions: Sequence[Reduction]) -
     for index, load in enumerate(pipelines):
         found = length_problems(load.schedule, len(load.stages), len(load.hops))
         if load.optimizer_s and len(load.optimizer_s) != len(load.stages):
-            found.append(f"optimizer_s has {len(load.optimizer_s)} entries for {len(load.stages)} stages: give one each")
+            given = len(load.optimizer_s)
+            found.append(f"optimizer_s has {given} entries for {len(load.stages)} stages: give one each")
         problems += [f"pipeline {index}: {text}" for text in found]
     for index, each in enumerate(reductions):
         for pipeline, stage in each.owners:
