@@ -34,7 +34,8 @@ class PointToPoint:
             are waited for.
         gradient_first: a forward's output leaves only once the gradient has come that the backward after it needs, as
             in the instructions of DeepSpeed's pipeline engine (``RecvGrad``, ``SendActivation``, ``BackwardPass``):
-            what the later stage computes and the messages both ways then lie one after the other.
+            what the later stage computes and the messages both ways then lie one after the other. An output that
+            the later stage needs before it makes that gradient leaves at once.
     """
 
     blocking: bool = False
@@ -96,7 +97,7 @@ class PipelineTimeline:
     Args:
         step_s: seconds until its last action ended.
         busy_s: per rank of the pipeline, seconds of computing.
-        stage_end_s: per stage, when its last action ended.
+        stage_end_s: per stage, when its last action ended, and its last send where sends block.
         timeline: every action and message; compute tasks are named by their :class:`Action`.
     """
 
@@ -139,9 +140,9 @@ def simulate_pipeline(
     raise_all(HeteroError, "the pipeline cannot be simulated", length_problems(schedule, len(stages), len(hops)))
     graph = TaskGraph()
     devices = [graph.add_resource(f"rank {rank}") for rank in range(len(schedule.rows))]
-    tasks = add_pipeline(graph, devices, schedule, stages, [Hop(seconds) for seconds in hops], sending)
+    last = add_pipeline(graph, devices, schedule, stages, [Hop(seconds) for seconds in hops], sending)
     timeline = graph.run()
-    ends = stage_ends(schedule, tasks, timeline)
+    ends = stage_ends(schedule, last, timeline)
     return PipelineTimeline(max(ends, default=0.0), compute_s(schedule, stages), ends, timeline)
 
 
@@ -160,10 +161,10 @@ def compute_s(schedule: Schedule, stages: Sequence[StageSeconds]) -> tuple[float
     return tuple(sum(stages[action.stage].of(action.kind) for action in row) for row in schedule.rows)
 
 
-def stage_ends(schedule: Schedule, tasks: Mapping[Action, int], timeline: Timeline) -> tuple[float, ...]:
-    """When the last action of each stage ended."""
+def stage_ends(schedule: Schedule, last: Mapping[Action, int], timeline: Timeline) -> tuple[float, ...]:
+    """When each stage ended; ``last`` is what :func:`add_pipeline` returns."""
     ends = [0.0] * schedule.stages
-    for action, task in tasks.items():
+    for action, task in last.items():
         ends[action.stage] = max(ends[action.stage], timeline.end_s[task])
     return tuple(ends)
 
@@ -189,7 +190,8 @@ def add_pipeline(
         links: resources of the links that have names, for all pipelines of the graph; new ones are added to it.
 
     Returns:
-        The task of each action. A message's task is named ``(action, "sent")``.
+        For each action the task after which its device is free again: itself, or its send where sends block. A
+        message's task is named ``(action, "sent")``.
 
     Raises:
         HeteroError: if an action waits for one that is not in the schedule.
@@ -221,7 +223,7 @@ def add_pipeline(
             graph.add_dependency(tasks[action], messages.get((one, action.stage), tasks[one]))
     if sending.gradient_first:
         _let_gradients_go_first(graph, schedule, tasks, messages, awaited)
-    return tasks
+    return tasks | {action: task for (action, _), task in messages.items()} if sending.blocking else tasks
 
 
 def _needs(schedule: Schedule) -> tuple[dict[Action, list[Action]], dict[Action, list[int]]]:
@@ -252,11 +254,13 @@ def _let_gradients_go_first(
     awaited: Mapping[Action, Sequence[Action]],
 ) -> None:
     """Let each forward's message wait for the gradient that the next action of its rank waits for."""
+    places = {action: place for row in schedule.rows for place, action in enumerate(row)}
     for row in schedule.rows:
         for action, following in pairwise(row):
             message = messages.get((action, action.stage + 1))
             if message is None or action.kind != FORWARD or following.kind not in (BACKWARD, BACKWARD_INPUT):
                 continue
+            target = Action(action.stage + 1, FORWARD, action.micro_batch)
             for gradient in awaited[following]:
-                if gradient.stage != following.stage:
+                if gradient.stage == target.stage and places[gradient] < places[target]:
                     graph.add_dependency(message, messages.get((gradient, following.stage), tasks[gradient]))

@@ -60,7 +60,7 @@ class PipelinesTimeline:
     Args:
         step_s: seconds until the last rank had ended.
         busy_s: per pipeline and rank, seconds of computing, the optimizer included.
-        stage_end_s: per pipeline and stage, when its last action ended.
+        stage_end_s: per pipeline and stage, when its last action ended, and its last send where sends block.
         reduction_end_s: when each reduction ended.
         exposed_communication_s: by how much the step is longer than with free messages and reductions.
         spans: of all ranks: actions, sends that hold a device, reductions, optimizer. Ranks are counted through, those
@@ -123,15 +123,16 @@ def _run(
 ) -> PipelinesTimeline:
     graph = TaskGraph()
     links: dict[Hashable, int] = {}
-    tasks: list[dict[Action, int]] = []
-    first_ranks, devices = [], []
+    last: list[dict[Action, int]] = []
+    first_ranks: list[int] = []
+    devices: list[int] = []
     for index, load in enumerate(pipelines):
         first_ranks.append(len(devices))
         own = [graph.add_resource(f"pipeline {index} rank {rank}") for rank in range(len(load.schedule.rows))]
         devices += own
-        tasks.append(add_pipeline(graph, own, load.schedule, load.stages, load.hops, sending, links))
+        last.append(add_pipeline(graph, own, load.schedule, load.stages, load.hops, sending, links))
     timeline = graph.run()
-    ends = [stage_ends(load.schedule, own, timeline) for load, own in zip(pipelines, tasks, strict=True)]
+    ends = [stage_ends(load.schedule, own, timeline) for load, own in zip(pipelines, last, strict=True)]
     rows = [len(load.schedule.rows) for load in pipelines]
     reduced = simulate_reductions(ends, reductions, rows)
     optimizers = _optimizers(pipelines, first_ranks, ends, reductions, reduced)
