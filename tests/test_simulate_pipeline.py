@@ -20,7 +20,8 @@ from lightning_hetero.schedule import (
 )
 from lightning_hetero.simulator.engine import DeadlockError, TaskGraph
 from lightning_hetero.simulator.flow import stage_ends_s
-from lightning_hetero.simulator.pipeline import Reduction, StageSeconds, simulate_pipeline, simulate_reductions
+from lightning_hetero.simulator.pipeline import StageSeconds, simulate_pipeline
+from lightning_hetero.simulator.reductions import Reduction, simulate_reductions
 
 SIZES = st.tuples(st.integers(1, 5), st.integers(1, 9))
 TIMES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=4)

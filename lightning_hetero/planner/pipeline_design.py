@@ -15,8 +15,9 @@ from lightning_hetero.planner.training import Training
 from lightning_hetero.schedule import Schedule, build_schedule, peaks_in_flight, warmup_depths
 from lightning_hetero.simulator.comm import Network
 from lightning_hetero.simulator.flow import stage_ends_s
-from lightning_hetero.simulator.pipeline import Reduction, simulate_pipeline, simulate_reductions
+from lightning_hetero.simulator.pipeline import simulate_pipeline
 from lightning_hetero.simulator.pipeline_memory import StageUnits, rank_memory
+from lightning_hetero.simulator.reductions import Reduction, simulate_reductions
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,64 @@
-"""Simulate the step of a pipeline, or of several that reduce their gradients at the end.
+"""Simulate the step of one pipeline; pipelines.py has several, with what comes after their last backward.
 
-One pipeline: each rank computes its row of the schedule in order; a forward's output and a backward's gradient travel
-over the link to the neighbouring stage, one message at a time in each direction, while the ranks compute on (receives
-posted ahead, sends not waited for). With free messages and equal stages, 1F1B and GPipe take
+Each rank computes its row of the schedule in order; a forward's output and a backward's gradient travel over the link
+to the neighbouring stage, one message at a time in each direction, while the ranks compute on (receives posted ahead,
+sends not waited for). With free messages and equal stages, 1F1B and GPipe take
 ``(stages - 1 + micro_batches) * (forward + backward)``. GPipe takes exactly ``sum(f) + (m - 1) * max(f)`` forward,
 and the same backward; with one ratio of backward to forward that is ``sum(t) + (m - 1) * max(t)``.
 
-Several pipelines: what a stage has computed is reduced with the owners of the same units in the other pipelines once
-each owner's last backward is done. Every rank takes part in one reduction at a time, and all walk through them in one
-order, so none waits for ever.
+Other runtimes send in other ways (:class:`PointToPoint`)::
 
-Not in it: the optimizer's own seconds, and that messages and reductions of different ranks share a network port.
+    not blocking      device  | 0F1 | 0B0 | 0F2 |           blocking   device  | 0F1 | send | 0B0 | 0F2 | send |
+                      link          | 0F1 sent |                       link          | 0F1  |
+
+A message leaves whether or not its receiver is there yet.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from lightning_hetero.errors import HeteroError, raise_all
 from lightning_hetero.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Schedule, needs
 from lightning_hetero.simulator.engine import TaskGraph, Timeline
+
+
+@dataclass(frozen=True)
+class PointToPoint:
+    """How a runtime sends from stage to stage; by default as ours does.
+
+    Args:
+        blocking: a sender's device is held while its message travels, as by Megatron's batched sends and receives that
+            are waited for.
+        gradient_first: a forward's output leaves only once the gradient has come that the backward after it needs, as
+            in the instructions of DeepSpeed's pipeline engine (``RecvGrad``, ``SendActivation``, ``BackwardPass``):
+            what the later stage computes and the messages both ways then lie one after the other. An output that
+            the later stage needs before it makes that gradient leaves at once.
+    """
+
+    blocking: bool = False
+    gradient_first: bool = False
+
+
+OURS = PointToPoint()
+"""receives posted ahead, sends not waited for"""
+
+
+@dataclass(frozen=True)
+class Hop:
+    """The way between stage s and s + 1.
+
+    Args:
+        seconds: that a micro-batch's message takes, either way (``Link.seconds``).
+        up: name of the link that carries messages to stage s + 1, where others share it; by default it is its own.
+        down: the same for messages to stage s.
+    """
+
+    seconds: float
+    up: Hashable | None = None
+    down: Hashable | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +97,7 @@ class PipelineTimeline:
     Args:
         step_s: seconds until its last action ended.
         busy_s: per rank of the pipeline, seconds of computing.
-        stage_end_s: per stage, when its last action ended.
+        stage_end_s: per stage, when its last action ended, and its last send where sends block.
         timeline: every action and message; compute tasks are named by their :class:`Action`.
     """
 
@@ -80,7 +117,10 @@ class PipelineTimeline:
 
 
 def simulate_pipeline(
-    schedule: Schedule, stages: Sequence[StageSeconds], hop_s: Sequence[float] | None = None
+    schedule: Schedule,
+    stages: Sequence[StageSeconds],
+    hop_s: Sequence[float] | None = None,
+    sending: PointToPoint = OURS,
 ) -> PipelineTimeline:
     """Run one pipeline's schedule.
 
@@ -90,126 +130,137 @@ def simulate_pipeline(
         hop_s: seconds that a micro-batch's message takes between stage s and s + 1, either way
             (``Link.seconds``), shape (stages - 1,); by default messages are free. Between stages of one rank there
             is no message, whatever is given.
+        sending: how the runtime sends.
 
     Raises:
         DeadlockError: if the order never ends, naming what waits for what.
         HeteroError: if lengths do not agree, or an action waits for one that is not in the schedule.
     """
     hops = [0.0] * max(0, len(stages) - 1) if hop_s is None else list(hop_s)
-    problems = []
-    if len(stages) != schedule.stages:
-        problems.append(f"stages has {len(stages)} entries for {schedule.stages} stages: give one each")
-    if len(hops) != schedule.stages - 1:
-        problems.append(f"hop_s has {len(hops)} entries for {schedule.stages} stages: give one less than stages")
-    raise_all(HeteroError, "the pipeline cannot be simulated", problems)
+    raise_all(HeteroError, "the pipeline cannot be simulated", length_problems(schedule, len(stages), len(hops)))
     graph = TaskGraph()
-    tasks, owner = _add_compute(graph, schedule, stages)
-    _connect(graph, schedule, tasks, owner, hops)
-    timeline = graph.run()
-    stage_end = [0.0] * schedule.stages
-    for action, task in tasks.items():
-        stage_end[action.stage] = max(stage_end[action.stage], timeline.end_s[task])
-    busy = timeline.busy_s[: len(schedule.rows)]
-    return PipelineTimeline(max(stage_end, default=0.0), busy, tuple(stage_end), timeline)
-
-
-def _add_compute(
-    graph: TaskGraph, schedule: Schedule, stages: Sequence[StageSeconds]
-) -> tuple[dict[Action, int], dict[int, int]]:
-    """Add every rank's actions in order; returns the task of each, and the rank of each stage."""
-    tasks: dict[Action, int] = {}
-    owner: dict[int, int] = {}
-    seconds = {(s, kind): stage.of(kind) for s, stage in enumerate(stages) for kind in "FBIW"}
     devices = [graph.add_resource(f"rank {rank}") for rank in range(len(schedule.rows))]
+    last = add_pipeline(graph, devices, schedule, stages, [Hop(seconds) for seconds in hops], sending)
+    timeline = graph.run()
+    ends = stage_ends(schedule, last, timeline)
+    return PipelineTimeline(max(ends, default=0.0), compute_s(schedule, stages), ends, timeline)
+
+
+def length_problems(schedule: Schedule, stages: int, hops: int) -> list[str]:
+    """What does not fit the schedule: one text for each."""
+    problems = []
+    if stages != schedule.stages:
+        problems.append(f"stages has {stages} entries for {schedule.stages} stages: give one each")
+    if hops != schedule.stages - 1:
+        problems.append(f"hop_s has {hops} entries for {schedule.stages} stages: give one less than stages")
+    return problems
+
+
+def compute_s(schedule: Schedule, stages: Sequence[StageSeconds]) -> tuple[float, ...]:
+    """Seconds of computing, per rank."""
+    return tuple(sum(stages[action.stage].of(action.kind) for action in row) for row in schedule.rows)
+
+
+def stage_ends(schedule: Schedule, last: Mapping[Action, int], timeline: Timeline) -> tuple[float, ...]:
+    """When each stage ended; ``last`` is what :func:`add_pipeline` returns."""
+    ends = [0.0] * schedule.stages
+    for action, task in last.items():
+        ends[action.stage] = max(ends[action.stage], timeline.end_s[task])
+    return tuple(ends)
+
+
+def add_pipeline(
+    graph: TaskGraph,
+    devices: Sequence[int],
+    schedule: Schedule,
+    stages: Sequence[StageSeconds],
+    hops: Sequence[Hop],
+    sending: PointToPoint,
+    links: dict[Hashable, int] | None = None,
+) -> dict[Action, int]:
+    """Add a pipeline's actions and messages to a graph.
+
+    Args:
+        graph: to add them to.
+        devices: resource of each rank of the pipeline, in order.
+        schedule: what each rank does.
+        stages: seconds of each stage.
+        hops: between stages.
+        sending: how the runtime sends.
+        links: resources of the links that have names, for all pipelines of the graph; new ones are added to it.
+
+    Returns:
+        For each action the task after which its device is free again: itself, or its send where sends block. A
+        message's task is named ``(action, "sent")``.
+
+    Raises:
+        HeteroError: if an action waits for one that is not in the schedule.
+    """
+    named = {} if links is None else links
+    own: dict[Hashable, int] = {}
+    owner = {action.stage: rank for rank, row in enumerate(schedule.rows) for action in row}
+    awaited, awaiting = _needs(schedule)
+    seconds = {(s, kind): stage.of(kind) for s, stage in enumerate(stages) for kind in "FBIW"}
+    tasks: dict[Action, int] = {}
+    messages: dict[tuple[Action, int], int] = {}
     for rank, row in enumerate(schedule.rows):
         for action in row:
-            tasks[action] = graph.add_task(action, devices[rank], seconds[action.stage, action.kind])
-            owner[action.stage] = rank
-    return tasks, owner
+            task = tasks[action] = graph.add_task(action, devices[rank], seconds[action.stage, action.kind])
+            for stage in awaiting.get(action, ()):
+                hop = hops[min(stage, action.stage)]
+                # A free message is no task, but for its place in the order of messages.
+                if owner[stage] == rank or not (hop.seconds or sending.gradient_first):
+                    continue
+                name, ends = (hop.up if stage > action.stage else hop.down), (rank, owner[stage])
+                among, key = (own, ends) if name is None else (named, name)
+                if key not in among:
+                    text = f"link {ends[0]} to {ends[1]}" if name is None else f"link {name}"
+                    among[key] = graph.add_resource(text, in_order=False)
+                held = (devices[rank], among[key]) if sending.blocking else (among[key],)
+                messages[action, stage] = graph.add_task((action, "sent"), held, hop.seconds, (task,))
+    for action, before in awaited.items():
+        for one in before:
+            graph.add_dependency(tasks[action], messages.get((one, action.stage), tasks[one]))
+    if sending.gradient_first:
+        _let_gradients_go_first(graph, schedule, tasks, messages, awaited)
+    return tasks | {action: task for (action, _), task in messages.items()} if sending.blocking else tasks
 
 
-def _connect(
-    graph: TaskGraph, schedule: Schedule, tasks: dict[Action, int], owner: dict[int, int], hops: Sequence[float]
-) -> None:
-    """Let every action wait for what it needs: directly, or for the message that brings it."""
-    split = {action.stage for action in tasks if action.kind == BACKWARD_INPUT}
-    links: dict[tuple[int, int], int] = {}
+def _needs(schedule: Schedule) -> tuple[dict[Action, list[Action]], dict[Action, list[int]]]:
+    """Per action what it waits for, and the stages where it is waited for."""
+    actions = dict.fromkeys(action for row in schedule.rows for action in row)
+    split = {action.stage for action in actions if action.kind == BACKWARD_INPUT}
+    awaited: dict[Action, list[Action]] = {}
+    awaiting: dict[Action, list[int]] = {}
     absent = []
-    for action, task in tasks.items():
+    for action in actions:
         if action.kind == BACKWARD_WEIGHT:
             continue  # its I comes before it in the same row
-        for before in needs(action, schedule.stages, action.stage + 1 in split):
-            if before not in tasks:
+        awaited[action] = needs(action, schedule.stages, action.stage + 1 in split)
+        for before in awaited[action]:
+            if before not in actions:
                 absent.append(f"{action} needs {before}, which is not in the schedule: add it")
-                continue
-            hop = hops[min(action.stage, before.stage)] if before.stage != action.stage else 0.0
-            ends = owner[before.stage], owner[action.stage]
-            if not hop or ends[0] == ends[1]:
-                graph.add_dependency(task, tasks[before])
-                continue
-            if ends not in links:
-                links[ends] = graph.add_resource(f"link {ends[0]} to {ends[1]}", in_order=False)
-            message = graph.add_task((before, "sent"), links[ends], hop, (tasks[before],))
-            graph.add_dependency(task, message)
+            elif before.stage != action.stage:
+                awaiting.setdefault(before, []).append(action.stage)
     raise_all(HeteroError, "the pipeline cannot be simulated", absent)
+    return awaited, awaiting
 
 
-@dataclass(frozen=True)
-class Reduction:
-    """One reduction of gradients between the owners of the same units.
-
-    Args:
-        seconds: that it takes once all owners are there.
-        owners: (pipeline, stage) of each.
-    """
-
-    seconds: float
-    owners: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class ReductionTimeline:
-    """When gradients were reduced.
-
-    Args:
-        step_s: when the last reduction and the last action of every pipeline had ended.
-        order: indices of the reductions by their start: all ranks walk through them in this order.
-    """
-
-    step_s: float
-    order: tuple[int, ...]
-
-
-def simulate_reductions(
-    stage_end_s: Sequence[Sequence[float]], reductions: Sequence[Reduction], rows: Sequence[int] | None = None
-) -> ReductionTimeline:
-    """Reduce gradients between pipelines, one reduction at a time on each rank.
-
-    The next one is always that whose owners can begin first; of equals the longest, then the first. So reductions
-    of different ranks run side by side, and sorted by their start they are an order in which no rank waits for ever.
-
-    Args:
-        stage_end_s: per pipeline and stage, when its last action ended.
-        reductions: what is to be reduced.
-        rows: per pipeline its number of ranks, where a rank has several stages; stage s is on rank s % ranks.
-    """
-    free: dict[tuple[int, int], float] = {}
-    ranks = [len(ends) for ends in stage_end_s] if rows is None else list(rows)
-    held = [[(pipeline, stage % ranks[pipeline]) for pipeline, stage in each.owners] for each in reductions]
-    done = [max(stage_end_s[pipeline][stage] for pipeline, stage in each.owners) for each in reductions]
-    heap = [(done[index], -each.seconds, index) for index, each in enumerate(reductions)]
-    heapq.heapify(heap)
-    order = []
-    step = max(max(ends) for ends in stage_end_s)
-    while heap:
-        begin, _, index = heap[0]
-        possible = max(done[index], max(free.get(port, 0.0) for port in held[index]))
-        if possible > begin:
-            heapq.heapreplace(heap, (possible, -reductions[index].seconds, index))
-            continue
-        heapq.heappop(heap)
-        end = begin + reductions[index].seconds
-        free.update(dict.fromkeys(held[index], end))
-        step = max(step, end)
-        order.append(index)
-    return ReductionTimeline(step, tuple(order))
+def _let_gradients_go_first(
+    graph: TaskGraph,
+    schedule: Schedule,
+    tasks: Mapping[Action, int],
+    messages: Mapping[tuple[Action, int], int],
+    awaited: Mapping[Action, Sequence[Action]],
+) -> None:
+    """Let each forward's message wait for the gradient that the next action of its rank waits for."""
+    places = {action: place for row in schedule.rows for place, action in enumerate(row)}
+    for row in schedule.rows:
+        for action, following in pairwise(row):
+            message = messages.get((action, action.stage + 1))
+            if message is None or action.kind != FORWARD or following.kind not in (BACKWARD, BACKWARD_INPUT):
+                continue
+            target = Action(action.stage + 1, FORWARD, action.micro_batch)
+            for gradient in awaited[following]:
+                if gradient.stage == target.stage and places[gradient] < places[target]:
+                    graph.add_dependency(message, messages.get((gradient, following.stage), tasks[gradient]))

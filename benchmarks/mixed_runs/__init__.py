@@ -1,0 +1,1 @@
+"""Predict published training runs on mixed GPUs from published layer times."""
