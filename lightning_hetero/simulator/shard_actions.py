@@ -7,7 +7,7 @@ A backward of blocks 2, 1, 0, gathered again (FULL_SHARD), one gather ahead of t
     NONE            gather 2 | B2 | reduce 2, gather 1 | B1 | reduce 1, gather 0 | B0 | reduce 0 | reduce root
 
 Gathers and reductions of a shard group share one communication stream and run in this order; what crosses groups has a
-stream of its own. A gather may begin when the units that :attr:`Execution.gathers_ahead` allows are free again; under
+stream of its own. A gather may begin when only as many units are gathered as ``Execution.gathers_ahead`` allows; under
 BACKWARD_POST also when the gradients of the block before are there; under NONE it comes behind that block's reduction.
 
 Engines. "fsdp2" is what :mod:`lightning_hetero.strategies` does: parameters padded one by one to whole rows per rank;
@@ -29,11 +29,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
 
 from lightning_hetero.costs import ModelCosts, UnitCost
 from lightning_hetero.errors import HeteroError, raise_all
 from lightning_hetero.plan import ShardPlan
+from lightning_hetero.simulator.execution import Execution
 from lightning_hetero.simulator.memory import StateBytes
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
@@ -43,8 +44,6 @@ COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
 
 COMPUTE, SHARD, CROSS = "compute", "shard", "cross"
 """streams: what a rank computes, what its shard group sends, what crosses groups"""
-
-ENGINES = ("fsdp2", "fsdp1")
 
 ROOT = "root"
 """the unit of collectives for all that is outside the blocks"""
@@ -82,80 +81,6 @@ class ShardAction:
 
     def __str__(self) -> str:
         return f"{self.kind} {self.unit}".rstrip() + (f" #{self.micro_batch}" if self.micro_batch else "")
-
-
-@dataclass(frozen=True)
-class Execution:
-    """How a plan is run; the options are those of hetero_fsdp.
-
-    Args:
-        engine: one of :data:`ENGINES`.
-        backward_prefetch: "BACKWARD_PRE", "BACKWARD_POST" or "NONE".
-        forward_prefetch: whether blocks gather the next ones in forward by an explicit list; only matters where
-            ``blocking``, since a host that runs ahead of its device issues them early anyway.
-        limit_all_gathers: True or None for 2 in flight, a number in flight, or False for no limit.
-        blocking: whether collectives hold up the rank that issues them unless they are explicit (gloo).
-
-    Raises:
-        HeteroError: listing values that are not valid.
-    """
-
-    engine: str = "fsdp2"
-    backward_prefetch: str = "BACKWARD_PRE"
-    forward_prefetch: bool | None = None
-    limit_all_gathers: bool | int | None = None
-    blocking: bool = False
-
-    def __post_init__(self) -> None:
-        problems = []
-        if self.engine not in ENGINES:
-            problems.append(f"engine is {self.engine!r}: give one of {', '.join(ENGINES)}")
-        if self.backward_prefetch not in ("BACKWARD_PRE", "BACKWARD_POST", "NONE"):
-            problems.append(
-                f"backward_prefetch is {self.backward_prefetch!r}: give BACKWARD_PRE, BACKWARD_POST or NONE"
-            )
-        limit = self.limit_all_gathers
-        if limit is not None and not isinstance(limit, bool) and limit < 1:
-            problems.append(f"limit_all_gathers is {limit!r}: give True, False, or 1 and more in flight")
-        raise_all(HeteroError, "a step cannot be run so", problems)
-
-    @classmethod
-    def of(cls, plan: ShardPlan, *, engine: str = "fsdp2", blocking: bool = False) -> Execution:
-        """As a plan's options say.
-
-        Args:
-            plan: whose.
-            engine: one of :data:`ENGINES`.
-            blocking: as above; by default, on gloo, blocks gather the next ones in forward.
-        """
-        names = ("backward_prefetch", "forward_prefetch", "limit_all_gathers")
-        given: dict[str, Any] = {name: plan.options[name] for name in names if plan.options.get(name) is not None}
-        if blocking:
-            given.setdefault("forward_prefetch", True)
-        return cls(engine=engine, blocking=blocking, **given)
-
-    @property
-    def gathers_ahead(self) -> int | None:
-        """How many blocks may be gathered beside the one that computes; None for no limit."""
-        if self.limit_all_gathers is False:
-            return None
-        if self.engine == "fsdp1" or self.limit_all_gathers is None or self.limit_all_gathers is True:
-            return 1
-        return self.limit_all_gathers - 1
-
-    def forward_ahead(self, blocks: int) -> int:
-        """The same in forward, of so many blocks."""
-        if self.blocking and not self.forward_prefetch:
-            return 0
-        return blocks if self.gathers_ahead is None else self.gathers_ahead
-
-    def backward_ahead(self, blocks: int) -> int:
-        """How many blocks are gathered ahead by backward prefetch: 0 is none."""
-        if self.backward_prefetch == "NONE":
-            return 0
-        if self.engine == "fsdp1":
-            return 1
-        return blocks if self.gathers_ahead is None else self.gathers_ahead
 
 
 def shard_actions(
@@ -352,10 +277,11 @@ class _Step:
             self.held.append(part)
 
     def _cross(self, part: Sequence[UnitCost], after: Sequence[int] = ()) -> None:
-        """All-reduce, by owners, the gradients of a part that this rank owns; they rest when the next part's are there."""
+        """All-reduce, by owners, the gradients of a part, which rest when the next part's are there."""
         name = _name(part)
-        settled = [self.last[kind, name] for kind in (REDUCE_SCATTER,) if (kind, name) in self.last]
-        settled.append(self.last[BACKWARD, part[0].name])
+        settled = [self.last[BACKWARD, part[0].name]]
+        if self.gathers:
+            settled.append(self.last[REDUCE_SCATTER, name])
         for owners, (elements, runs) in sorted(self._owned(part).items()):
             size = (elements + runs) * self.state.gradient  # a number beside each run: whether there was a gradient
             self._add(ALL_REDUCE, name, CROSS, [*settled, *after], size, owners)
@@ -407,7 +333,7 @@ class _Step:
                 borders.update(range(-(-start // chunk) * chunk, stop, chunk))
             cuts = sorted(border for border in borders if start <= border <= stop)
             runs: list[tuple[tuple[int, ...], int]] = []
-            for begin, end in zip(cuts, cuts[1:], strict=False):
+            for begin, end in pairwise(cuts):
                 owners = tuple(sorted(replica[begin // chunks[len(replica)]] for replica in self.replicas))
                 if runs and runs[-1][0] == owners:
                     runs[-1] = (owners, runs[-1][1] + end - begin)
