@@ -260,11 +260,11 @@ class _Simulation:
 
     def _add_actions(self, groups: _Groups) -> None:
         """All but the optimizer and what crosses groups."""
-        sent_bytes = 0.0  # since the last compute
+        waiting_bytes = 0.0  # sent since the last compute
         for action in groups.actions:
             added: dict[_Kind | None, int] = {}
             if action.is_collective:
-                sent_bytes += _sent_bytes(action)
+                waiting_bytes += sent_bytes(action)
             if action.stream == CROSS or action.kind == OPTIMIZER:
                 groups.tasks.append(added)
                 continue
@@ -274,8 +274,8 @@ class _Simulation:
                 groups.communication_s += seconds
                 added[None] = self.graph.add_task(action, groups.shard, seconds, before)
             else:
-                lost_s = sent_bytes / (self.overheads.contention_bytes_per_s or float("inf"))
-                sent_bytes = 0.0
+                lost_s = waiting_bytes / (self.overheads.contention_bytes_per_s or float("inf"))
+                waiting_bytes = 0.0
                 for kind, ranks in groups.kinds.items():
                     before = [groups.tasks[index][None] for index in action.after]
                     seconds = self._compute_s(action, kind, ranks[0]) + lost_s
@@ -355,7 +355,7 @@ class _Simulation:
         return SimulatedShardStep(step, tuple(busy), exposed, tuple(sent), peaks, timeline)
 
 
-def _sent_bytes(action: ShardAction) -> float:
-    """Bytes that each rank sends in a ring."""
+def sent_bytes(action: ShardAction) -> float:
+    """Bytes that each rank of a collective sends, in a ring."""
     ranks = len(action.ranks)
     return action.size_bytes * (ranks - 1) / ranks * (2 if action.kind == ALL_REDUCE else 1)
