@@ -86,7 +86,7 @@ def _weak_scaling(axes: Axes, rows: Rows) -> None:
     nodes = sorted({row["nodes"] for row in rows})
     rates = [row["images_per_s"] / row["nodes"] for row in rows if row["images_per_s"] and row["nodes"] == nodes[0]]
     if rates:
-        axes.plot(nodes, [max(rates) / 1 * count for count in nodes], color="black", lw=0.8, ls=":")
+        axes.plot(nodes, [max(rates) * count for count in nodes], color="black", lw=0.8, ls=":")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(nodes, [str(count) for count in nodes])
@@ -129,6 +129,6 @@ def _options(axes: Axes, rows: Rows) -> None:
     axes.set_xticks(range(len(modes)), modes)
     axes.set_ylabel("throughput (images/s)")
     axes.set_title("backward prefetch, vit_5b on 8 nodes", fontsize=10)
-    axes.set_ylim(bottom=250)
-    axes.legend(fontsize=8, frameon=False, loc="upper left")
+    axes.set_ylim(0, 1.3 * max(row["images_per_s"] for row in rows))
+    axes.legend(fontsize=8, frameon=False, loc="upper left", ncols=len(_OPTIONS))
     plain(axes)
