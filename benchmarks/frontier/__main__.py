@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.frontier import machine
-from benchmarks.frontier.fit import FIELDS, fit
+from benchmarks.frontier.fit import FIELDS, fit, held_out_errors
 from benchmarks.frontier.machine import Constants
 from benchmarks.frontier.predict import MODES, NODES, is_possible, predict
 from benchmarks.frontier.print import print_results
@@ -37,6 +37,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sharding", nargs="+", choices=MODES, default=list(MODES), metavar="MODE")
     parser.add_argument("--nodes", nargs="+", type=int, default=list(NODES), metavar="N", help="of 8 GCDs; 1 to 128")
     parser.add_argument("--fit", action="store_true", help="find the constants again from the tables (a minute)")
+    parser.add_argument(
+        "--hold-out", action="store_true", help="fit to all models but one, predict that one, each in turn (minutes)"
+    )
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--plot", type=Path, help="figure to write")
     options = parser.parse_args(arguments)
@@ -119,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = parse_arguments(arguments)
     console = Console()
-    constants = fit(console.print) if options.fit else machine.FITTED
+    constants = fit() if options.fit else machine.FITTED
     begin = perf_counter()
     with console.status("simulating"):
         rows = predict_rows(options.models, options.sharding, options.nodes, constants)
@@ -134,6 +137,8 @@ def main(arguments: list[str] | None = None) -> int:
         "options": prefetch,
         "summary": summarise(rows, prefetch),
     }
+    if options.hold_out:
+        results["held_out"] = held_out_errors()
     print_results(results, console)
     if options.out is not None:
         write_json(options.out, results)

@@ -23,6 +23,9 @@ NODE_BYTES_PER_S = 50e9  # the slowest hop of a ring through the GCDs of a node
 NIC_BYTES_PER_S = 25e9  # Slingshot-11
 NICS = 4
 
+BACKWARD_PASSES = 2
+"""a backward goes through a block twice: for its inputs and for its weights"""
+
 ADAMW_BYTES = 80
 """bytes of memory that torch's AdamW (a loop over flat 32-bit parameters) reads and writes for each: decay 8, first
 moment 12, second moment 8 + 12, its root 8, bias correction 8, epsilon 8, update 16"""
@@ -54,12 +57,12 @@ class Constants:
 
 
 FITTED = Constants(
-    matmul_flops_per_s=83.3e12,
-    token_s=0.517e-6,
+    matmul_flops_per_s=83.2e12,
+    token_s=0.515e-6,
     memory_bytes_per_s=1.3e12,
     contention_bytes_per_s=110e9,
-    hop_s=44.8e-6,
-    half_bandwidth_nodes=6.36,
+    hop_s=46.3e-6,
+    half_bandwidth_nodes=6.69,
     process_bytes=0.25e9,
 )
 """what ``--fit`` finds, rounded"""
@@ -80,12 +83,13 @@ def cluster(nodes: int, constants: Constants) -> Cluster:
 
 
 def timings(model: ViT, costs: ModelCosts, constants: Constants) -> dict[str, tuple[UnitTiming, ...]]:
-    """Seconds of every unit on a GCD, per image; a backward is twice a forward."""
+    """Seconds of every unit on a GCD, per image."""
     found = []
     for unit in costs.units:
-        seconds = unit.forward_flops / constants.matmul_flops_per_s
-        seconds += model.tokens * constants.token_s if unit.is_block else 0.0
-        found.append(UnitTiming(0.0, seconds, 0.0, 2 * seconds))
+        tokens_s = model.tokens * constants.token_s if unit.is_block else 0.0
+        forward_s = unit.forward_flops / constants.matmul_flops_per_s + tokens_s
+        backward_s = unit.backward_flops / constants.matmul_flops_per_s + BACKWARD_PASSES * tokens_s
+        found.append(UnitTiming(0.0, forward_s, 0.0, backward_s))
     return {DEVICE: tuple(found)}
 
 

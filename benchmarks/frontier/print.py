@@ -15,6 +15,11 @@ def print_results(results: Mapping[str, Any], console: Console) -> None:
     _print_memory(results["rows"], console)
     _print_options(results["options"], console)
     _print_summary(results["summary"], console)
+    for model, errors in results.get("held_out", {}).items():
+        console.print(
+            f"{model}, from constants fitted to the other models: mean error of throughput "
+            f"{100 * errors['throughput']:.1f} %, of memory {100 * errors['memory']:.1f} %"
+        )
     constants = ", ".join(f"{name} {value:.4g}" for name, value in results["constants"].items())
     console.print(f"constants: {constants}; fitted: {', '.join(results['fitted'])}", soft_wrap=True)
     console.print(f"{len(results['rows'])} runs simulated in {results['simulated_s']:.1f} s")

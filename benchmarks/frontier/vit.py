@@ -23,7 +23,7 @@ def model_costs(model: ViT) -> ModelCosts:
         "embed",
         parameters=patch_values * width + width + width + tokens * width,  # patches, class token, positions
         forward_flops=embedding_flops,
-        backward_flops=2 * embedding_flops,
+        backward_flops=embedding_flops,  # images need no gradient
         kept_activation_bytes=IMAGE_VALUES * BF16_BYTES,
         output_bytes=tokens * width * BF16_BYTES,
         is_block=False,
