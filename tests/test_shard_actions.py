@@ -1,5 +1,10 @@
 """What a rank does in a step of a shard plan: order, partners and bytes."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from lightning_hetero.costs import ModelCosts, UnitCost
@@ -186,3 +191,31 @@ def test_actions_read_well():
     assert str(found[0]) == "all_gather root"
     assert "backward b1 #1" in map(str, found)
     assert str(found[-1]) == "optimizer #1"
+
+
+@pytest.fixture(scope="module")
+def of_fsdp1():
+    """What FullyShardedDataParallel does on 8 ranks, recorded in a process of its own."""
+    script = Path(__file__).parent / "fsdp1_recording.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=120)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_1", "HYBRID_2", "HYBRID_4"])
+def test_fsdp1_is_what_is_recorded(of_fsdp1, mode):
+    # three blocks of 72 parameters and a root of 36
+    units = [*(UnitCost(f"b{i}", 72, 1, 2, 0, 0) for i in range(3)), UnitCost("head", 36, 1, 2, 0, 0, is_block=False)]
+    size = int(mode[7:]) if mode.startswith("HYBRID") else 8
+    plan = plan_of(
+        [tuple(range(start, start + size)) for start in range(0, 8, size)],
+        "FULL_SHARD" if mode.startswith("HYBRID") else mode,
+    )
+    found = shard_actions(plan, ModelCosts("m", tuple(units)), 0, state=ELEMENTS, execution=Execution(engine="fsdp1"))
+    expected = [(a.kind, a.size_bytes, len(a.ranks)) for a in found if a.is_collective]
+    # over one rank nothing is sent: this is all that is left of HYBRID_1
+    recorded = [tuple(each) for each in of_fsdp1[mode] if each[2] > 1]
+    assert sorted(recorded) == sorted(expected)
+    reductions = [each for each in recorded if each[0] != "all_gather"]
+    assert reductions == [each for each in expected if each[0] != "all_gather"]
+    assert (mode == "HYBRID_1") == (not recorded)
