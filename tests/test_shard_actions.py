@@ -169,6 +169,13 @@ def test_fsdp1_pads_a_flat_parameter_and_keeps_the_root():
     assert streams == {"compute", SHARD}
 
 
+def test_fsdp1_limits_gathers_where_blocks_are_freed():
+    for mode, limited in (("FULL_SHARD", True), ("SHARD_GRAD_OP", False)):
+        found = shard_actions(plan_of([(0, 1)], mode), COSTS, 0, execution=Execution(engine="fsdp1"))
+        last = next(a for a in found if a.kind == "all_gather" and a.unit == "b2")
+        assert [found[before].unit for before in last.after] == (["b0"] if limited else [])
+
+
 def test_bytes_follow_the_types():
     wide = StateBytes(parameter=4, gradient=4, optimizer=8, gathered=2, reduced=8)
     found = {

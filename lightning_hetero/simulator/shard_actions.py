@@ -17,9 +17,10 @@ unit, each sent when the gradients of the next unit are there, as wide as gradie
 do the same. Under accumulation, reductions in the group come with every micro-batch and the crossing with the last.
 "fsdp1" is ``FullyShardedDataParallel`` (torch/distributed/fsdp, torch 2.14): one flat parameter per unit, padded once;
 the root stays gathered until backward; NO_SHARD all-reduces each unit behind its backward; a limit on all-gathers is
-its rate limiter (2 in flight), and prefetch reaches one unit ahead in any case; under accumulation (``no_sync``)
-nothing is reduced but in the last micro-batch. A hybrid shard group of one rank becomes NO_SHARD *on that group*
-(``_init_core_state``), so that FSDP1 then reduces nothing across replicas: it does not train one model, and is fast.
+its rate limiter (2 in flight, where blocks are freed), and backward prefetch reaches one unit ahead in any case; under
+accumulation (``no_sync``) nothing is reduced but in the last micro-batch. A hybrid shard group of one rank becomes
+NO_SHARD *on that group* (``_init_core_state``), so that FSDP1 then reduces nothing across replicas: it does not train
+one model, and is fast. Both lists are held against what was recorded (tests/test_shard_actions.py).
 
 Not in the list: what is agreed on once a step (sizes of the batch, the norm of gradients, logs), which is a few bytes.
 """
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from lightning_hetero.costs import ModelCosts, UnitCost
@@ -72,7 +73,7 @@ class ShardAction:
     stream: str
     after: tuple[int, ...] = ()
     size_bytes: float = 0
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = field(default=(), repr=False)
 
     @property
     def is_collective(self) -> bool:
@@ -191,6 +192,8 @@ class _Step:
         if self.root:
             self._gather(self.root)
         ahead, done = self.execution.forward_ahead(len(self.blocks)), 0
+        if self.execution.engine == "fsdp1" and not self.gathers_again:
+            ahead = len(self.blocks)  # its limiter waits for blocks to be freed, and none is
         blocks = {unit.name for unit in self.blocks}
         for unit in self.units:
             if unit.name in blocks:
