@@ -24,8 +24,11 @@ class Cluster:
         name: what to call it in messages and reports.
         devices: ``devices[r]`` is the device of rank r; the ranks of a node follow one another.
         within_node: link between two ranks of a node; ``None`` where it is not known.
-        between_nodes: link between ranks of different nodes; ``None`` where it is not known.
+        between_nodes: link between ranks of different nodes, or a :class:`~lightning_hetero.cluster.Fabric`; ``None``
+            where it is not known.
         emulate: whether CPU ranks are to behave like these devices. Then every device needs a speed.
+        within_pair: link between the first and second, third and fourth, ... rank of a node, where it is another than
+            ``within_node`` (two dies of one package, two cards on a bridge).
 
     Raises:
         ClusterError: listing every problem.
@@ -36,6 +39,7 @@ class Cluster:
     within_node: Link | None = None
     between_nodes: Link | None = None
     emulate: bool = False
+    within_pair: Link | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))
@@ -98,13 +102,15 @@ class Cluster:
             nodes:                       # ranks are counted node after node, entry after entry
               - name: fast
                 devices: [{type: fast, count: 2, memory: 2 GiB, speed: 6 GFLOP/s, true_speed: 5 GFLOP/s}]
-            links:                       # optional, and so is each of the two
+            links:                       # optional, and so is each of them
+              within_pair: {bandwidth: 50 GB/s, latency: 5 us}     # ranks 0 and 1, 2 and 3, ... of a node
               within_node: {bandwidth: 10 GB/s, latency: 10 us}
-              between_nodes: {bandwidth: 1 GB/s, latency: 50 us}
+              between_nodes: {bandwidth: 1 GB/s, latency: 50 us, nics: 2, half_bandwidth_nodes: 16}
 
         ``count`` is 1 by default. ``speed`` is needed only under ``emulate: true``, ``memory`` only for a
         type that ``lightning_hetero.cluster.peaks`` does not know. ``name`` and ``uuid`` are what
-        discovery writes down of a real device.
+        discovery writes down of a real device. ``nics`` (network cards of a node, of the given bandwidth each) and
+        ``half_bandwidth_nodes`` (:class:`~lightning_hetero.cluster.Fabric`) may be left out.
 
         Raises:
             ClusterError: listing every problem with its place, value and next step.

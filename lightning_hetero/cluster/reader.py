@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from lightning_hetero.cluster.device import Device
-from lightning_hetero.cluster.link import Link
+from lightning_hetero.cluster.link import Fabric, Link
 from lightning_hetero.cluster.peaks import near_names, preset_for
 from lightning_hetero.cluster.speed_change import SpeedChange, schedule_problems
 from lightning_hetero.errors import ClusterError, HeteroError
@@ -31,6 +31,7 @@ class Content:
     within_node: Link | None
     between_nodes: Link | None
     emulate: bool
+    within_pair: Link | None
 
 
 def read_file(path: Path) -> tuple[Content, str]:
@@ -55,9 +56,9 @@ def read_data(data: object, source: str) -> Content:
     name = record.take(top, "name", "", text, "")
     emulate = record.take(top, "emulate", "", boolean, False)
     devices = _read_nodes(record, top["nodes"], emulate) if "nodes" in top else []
-    within, between = _read_links(record, top.get("links"))
+    links = _read_links(record, top.get("links"))
     record.finish()
-    return Content(name, tuple(devices), within, between, emulate)
+    return Content(name, tuple(devices), emulate=emulate, **links)
 
 
 def _read_nodes(record: Record, value: object, emulate: bool) -> list[Device]:
@@ -132,25 +133,29 @@ def _positive(value: object) -> float:
     return factor
 
 
-def _read_links(record: Record, value: object) -> tuple[Link | None, Link | None]:
-    if value is None:
-        return None, None
-    links = record.mapping(value, "links", [], ["within_node", "between_nodes"])
-    if links is None:
-        return None, None
-    return _read_link(record, links, "within_node"), _read_link(record, links, "between_nodes")
+_LINKS = ("within_pair", "within_node", "between_nodes")
+
+
+def _read_links(record: Record, value: object) -> dict[str, Link | None]:
+    links = None if value is None else record.mapping(value, "links", [], _LINKS)
+    return {key: _read_link(record, links or {}, key) for key in _LINKS}
 
 
 def _read_link(record: Record, links: dict[str, Any], key: str) -> Link | None:
     if links.get(key) is None:
         return None
     place = f"links.{key}"
-    link = record.mapping(links[key], place, ["bandwidth", "latency"])
+    shared = ["nics", "half_bandwidth_nodes"] if key == "between_nodes" else []
+    link = record.mapping(links[key], place, ["bandwidth", "latency"], shared)
     if link is None:
         return None
     bandwidth = record.take(link, "bandwidth", place, parse_bytes_per_s, None)
     latency = record.take(link, "latency", place, parse_seconds, None)
-    return None if bandwidth is None or latency is None else Link(bandwidth, latency)
+    nics = record.take(link, "nics", place, integer(1), 1)
+    half = record.take(link, "half_bandwidth_nodes", place, _positive, None)
+    if bandwidth is None or latency is None:
+        return None
+    return Fabric(bandwidth, latency, nics, half) if set(shared) & set(link) else Link(bandwidth, latency)
 
 
 class _UniqueKeys(yaml.SafeLoader):

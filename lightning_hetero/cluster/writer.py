@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from lightning_hetero.cluster.device import Device
-from lightning_hetero.cluster.link import Link
+from lightning_hetero.cluster.link import Fabric, Link
 from lightning_hetero.cluster.reader import SCHEMA
 from lightning_hetero.errors import ClusterError
 from lightning_hetero.records import write_text
@@ -38,7 +38,8 @@ def to_data(cluster: Cluster) -> dict[str, Any]:
         {"name": node, "devices": [_entry(device, len(list(same))) for device, same in groupby(devices)]}
         for node, devices in runs
     ]
-    links = {"within_node": cluster.within_node, "between_nodes": cluster.between_nodes}
+    names = ("within_pair", "within_node", "between_nodes")
+    links = {name: getattr(cluster, name) for name in names}
     if any(links.values()):
         data["links"] = {name: _link(link) for name, link in links.items() if link is not None}
     return data
@@ -55,8 +56,13 @@ def _entry(device: Device, count: int) -> dict[str, Any]:
     return entry | {key: text for key, text in texts.items() if text is not None}
 
 
-def _link(link: Link) -> dict[str, str]:
-    return {
+def _link(link: Link) -> dict[str, Any]:
+    data: dict[str, Any] = {
         "bandwidth": exact_bytes_per_s(link.bandwidth_bytes_per_s),
         "latency": exact_seconds(link.latency_s),
     }
+    if isinstance(link, Fabric):
+        data["nics"] = link.nics
+        if link.half_bandwidth_nodes is not None:
+            data["half_bandwidth_nodes"] = link.half_bandwidth_nodes
+    return data

@@ -100,6 +100,10 @@ class TaskGraph:
         self._followers[before].append(task)
         self._waits[task] += 1
 
+    def last_task(self, resource: int) -> int | None:
+        """The task that was added last to a resource that is in order; ``None`` where there is none."""
+        return self._last[resource]
+
     def run(self) -> Timeline:
         """Run everything.
 

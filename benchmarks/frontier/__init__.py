@@ -1,0 +1,1 @@
+"""The published Frontier ViT study, predicted from a handful of constants."""
