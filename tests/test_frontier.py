@@ -78,7 +78,7 @@ def test_every_model_mode_and_number_of_nodes_has_a_row(results):
                 if (mode, nodes) != ("HYBRID_16", 1):
                     row = rows.pop((model, mode, nodes))
                     assert row["peak_memory_gb"] > 0
-                    assert (row["images_per_s"] is None) == (not row["fits"])
+                    assert row["images_per_s"] > 0
     assert not rows
 
 

@@ -49,7 +49,7 @@ def test_the_given_runs():
 
 
 def test_committed_results_are_those_of_the_code():
-    committed = json.loads((BUNDLED / "results" / "opt350.json").read_text())
+    committed = json.loads((BUNDLED / "results" / "opt350.json").read_text())["rows"]
     assert [row["run"] for row in committed] == list(BOUNDS)
     for row, now in zip(committed, run([FILE]), strict=True):
         assert row["predicted_step_s"] == pytest.approx(now["predicted_step_s"], rel=1e-9)
@@ -200,7 +200,7 @@ def test_pipelines_share_the_link_between_sites(write):
 def test_the_command_writes_rows_and_a_figure(tmp_path, capsys):
     out, plot = tmp_path / "rows.json", tmp_path / "rows.png"
     assert main([str(FILE), "--out", str(out), "--plot", str(plot)]) == 0
-    rows = json.loads(out.read_text())
+    rows = json.loads(out.read_text())["rows"]
     assert [row["run"] for row in rows] == list(BOUNDS)
     assert {"measured_step_s", "predicted_step_s"} <= set(rows[0])
     assert plot.read_bytes().startswith(b"\x89PNG")

@@ -19,7 +19,7 @@ from benchmarks.frontier import machine
 from benchmarks.frontier.fit import FIELDS, fit, held_out_errors
 from benchmarks.frontier.machine import Constants
 from benchmarks.frontier.predict import MODES, NODES, is_possible, predict
-from benchmarks.frontier.print import print_results
+from benchmarks.frontier.tables_on_screen import print_results
 from benchmarks.frontier.summary import summarise
 from benchmarks.frontier.tables import comm_options, memory, models, weak_scaling
 from lightning_hetero.records import write_json
@@ -51,7 +51,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def predict_rows(names: list[str], sharding: list[str], nodes: list[int], constants: Constants) -> list[dict[str, Any]]:
     """One row for each model, mode and number of nodes; modes that need more GCDs than there are left out.
 
-    ``images_per_s`` is ``None`` where a GCD has not the memory; ``predicted_images_per_s`` is what it would be.
+    Where a GCD has not the memory, ``fits`` is false, and ``images_per_s`` is what it would be with more.
     """
     throughput = {(row.model, row.sharding, row.nodes): row.images_per_s for row in weak_scaling()}
     peaks = {(row.model, row.sharding, row.nodes): row.peak_gb for row in memory()}
@@ -69,10 +69,9 @@ def predict_rows(names: list[str], sharding: list[str], nodes: list[int], consta
                         "model": name,
                         "sharding": mode,
                         "nodes": count,
-                        "images_per_s": found.images_per_s if found.fits else None,
+                        "images_per_s": found.images_per_s,
                         "peak_memory_gb": found.peak_bytes / 1e9,
                         "fits": found.fits,
-                        "predicted_images_per_s": found.images_per_s,
                         "step_s": found.step_s,
                         "exposed_s": found.exposed_s,
                         "published_images_per_s": throughput.get((name, mode, count)),

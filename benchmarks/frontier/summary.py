@@ -29,7 +29,7 @@ def summarise(rows: Rows, options: Rows) -> dict[str, Any]:
         options: the same of communication options.
     """
     measured = [row for row in rows if row.get("published_images_per_s")]
-    ours = {_key(row): _error(row["predicted_images_per_s"], row["published_images_per_s"]) for row in measured}
+    ours = {_key(row): _error(row["images_per_s"], row["published_images_per_s"]) for row in measured}
     within = {key: error for key, error in ours.items() if key[2] <= MOST_NODES}
     models = {row["model"] for row in measured}
     line = {
@@ -96,7 +96,7 @@ def _choice(measured: Rows) -> dict[str, Any]:
     """What the mode that is predicted to be fastest loses against the one that was."""
     runs: dict[tuple[str, int], list[Mapping[str, Any]]] = defaultdict(list)
     for row in measured:
-        if row["nodes"] >= FEWEST_NODES and row["images_per_s"] is not None:
+        if row["nodes"] >= FEWEST_NODES and row["fits"]:
             runs[row["model"], row["nodes"]].append(row)
     found = []
     for (model, nodes), own in runs.items():

@@ -18,12 +18,14 @@ from lightning_hetero.report.table import ReportTable, cells
 
 Rows = list[dict[str, Any]]
 
+SCHEMA = 1
+
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mixed_runs", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json", help="runs, as opt350_measured_runs.json")
-    parser.add_argument("--out", type=Path, help="JSON file to write: a list with a row for each run")
+    parser.add_argument("--out", type=Path, help="JSON file to write, with a row for each run")
     parser.add_argument(
         "--layer-times",
         type=Path,
@@ -101,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     screen = console()
     as_table(rows).show(screen)
     if options.out is not None:
-        write_json(options.out, rows)
+        write_json(options.out, {"schema": SCHEMA, "mean_absolute_error": mean_absolute_error(rows), "rows": rows})
         screen.print(f"wrote {options.out}", markup=False)
     if options.plot is not None:
         from lightning_hetero.report.mixed_runs import plot_mixed_runs

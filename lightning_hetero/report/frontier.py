@@ -78,13 +78,13 @@ def _modes(rows: Rows) -> list[str]:
 
 def _weak_scaling(axes: Axes, rows: Rows) -> None:
     for mode in _modes(rows):
-        own = [row for row in rows if row["sharding"] == mode and row["images_per_s"] is not None]
+        own = [row for row in rows if row["sharding"] == mode and row["fits"]]
         axes.plot([row["nodes"] for row in own], [row["images_per_s"] for row in own], color=_COLORS[mode], lw=1.3)
         known = [row for row in rows if row["sharding"] == mode and row["published_images_per_s"] is not None]
         heights = [row["published_images_per_s"] for row in known]
         axes.plot([row["nodes"] for row in known], heights, color=_COLORS[mode], marker="o", ms=4, ls="")
     nodes = sorted({row["nodes"] for row in rows})
-    rates = [row["images_per_s"] / row["nodes"] for row in rows if row["images_per_s"] and row["nodes"] == nodes[0]]
+    rates = [row["images_per_s"] / row["nodes"] for row in rows if row["fits"] and row["nodes"] == nodes[0]]
     if rates:
         axes.plot(nodes, [max(rates) * count for count in nodes], color="black", lw=0.8, ls=":")
     axes.set_xscale("log", base=2)

@@ -44,12 +44,10 @@ def _print_throughput(rows: list[dict[str, Any]], console: Console) -> None:
 
 def _throughput(row: Mapping[str, Any]) -> str:
     published = row["published_images_per_s"]
-    if row["images_per_s"] is None and published is None:
+    if not row["fits"] and published is None:
         return "no memory"
-    text = f"{row['predicted_images_per_s']:.0f}"
-    return (
-        text if published is None else f"{text} ({published:.0f}, {_percent(row['predicted_images_per_s'], published)})"
-    )
+    text = f"{row['images_per_s']:.0f}"
+    return text if published is None else f"{text} ({published:.0f}, {_percent(row['images_per_s'], published)})"
 
 
 def _print_memory(rows: list[dict[str, Any]], console: Console) -> None:
