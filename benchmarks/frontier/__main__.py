@@ -19,9 +19,9 @@ from benchmarks.frontier import machine
 from benchmarks.frontier.fit import FIELDS, fit, held_out_errors
 from benchmarks.frontier.machine import Constants
 from benchmarks.frontier.predict import MODES, NODES, is_possible, predict
-from benchmarks.frontier.tables_on_screen import print_results
 from benchmarks.frontier.summary import summarise
 from benchmarks.frontier.tables import comm_options, memory, models, weak_scaling
+from benchmarks.frontier.tables_on_screen import print_results
 from lightning_hetero.records import write_json
 from lightning_hetero.simulator.execution import PREFETCHES, Execution
 
