@@ -120,8 +120,8 @@ class Calibration:
         if cluster.emulate != self.emulated:
             whose = ("emulated", "real") if self.emulated else ("real", "emulated")
             raise HeteroError(
-                f"the calibration is of {whose[0]} devices, cluster {cluster.name!r} has {whose[1]} ones: calibrate with "
-                f"runs on {whose[1]} devices"
+                f"the calibration is of {whose[0]} devices, cluster {cluster.name!r} has {whose[1]} ones: calibrate "
+                f"with runs on {whose[1]} devices"
             )
         timings = unit_timings(costs, cluster)
         raise_all(HeteroError, "the calibration does not fit these costs", self._basis_problems(cluster, costs))
@@ -140,8 +140,8 @@ class Calibration:
             fitted, given = self.devices[kind].basis_flops_per_s, basis_flops_per_s(kind, cluster, costs)
             if (fitted is None) != (given is None) or (fitted and given and abs(given / fitted - 1) > SAME_SPEED):
                 problems.append(
-                    f"compute_scale of {kind} was fitted to {_basis(fitted)}, here it would scale {_basis(given)}: give "
-                    "the costs and the cluster that it was fitted with, or calibrate again"
+                    f"compute_scale of {kind} was fitted to {_basis(fitted)}, here it would scale {_basis(given)}: "
+                    "give the costs and the cluster that it was fitted with, or calibrate again"
                 )
         return problems
 
@@ -194,7 +194,7 @@ class Calibration:
 
 
 def basis_flops_per_s(kind: str, cluster: Cluster, costs: ModelCosts) -> float | None:
-    """The speed that seconds of a type are FLOPs over, as :func:`unit_timings` takes it; ``None``: they were measured."""
+    """The speed that seconds of a type are FLOPs over, as for :func:`unit_timings`; ``None``: they were measured."""
     if kind in costs.timed_types:
         return None
     return min(device.speed_flops_per_s or 0.0 for device in cluster.devices if device.type == kind)

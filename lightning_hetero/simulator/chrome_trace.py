@@ -1,4 +1,4 @@
-"""Chrome traces, as ``chrome://tracing`` and https://ui.perfetto.dev show them: events, and a simulated step as such."""
+"""Chrome traces, as ``chrome://tracing`` and https://ui.perfetto.dev show them: events; a simulated step."""
 
 from __future__ import annotations
 
