@@ -147,8 +147,9 @@ class RankSeconds:
         samples: of the step.
         busy_s: seconds in forwards and backwards.
         exposed_s: seconds of communication that nothing hides.
-        parameters: whose states it owns.
+        parameters: whose states it owns, and whose optimizer's step is still to come.
         peak_bytes: peak memory.
+        rest_s: seconds of the optimizer where it has run already.
     """
 
     samples: int
@@ -156,6 +157,7 @@ class RankSeconds:
     exposed_s: float
     parameters: float
     peak_bytes: int
+    rest_s: float = 0.0
 
 
 def whole_step(
@@ -188,7 +190,8 @@ def whole_step(
     ranks, after = [], []
     for rank, (device, each, own, tail_s) in enumerate(zip(cluster.devices, seconds, known, tails, strict=True)):
         # Rounding must not make a rank that is always busy wait for less than nothing.
-        idle_s = max(0.0, step_s - each.busy_s - each.exposed_s - tail_s)
+        rest_s = each.rest_s + tail_s
+        idle_s = max(0.0, step_s - each.busy_s - each.exposed_s - rest_s)
         energy_j = None
         if own.busy_power_w is not None and own.idle_power_w is not None:
             energy_j = own.busy_power_w * each.busy_s + own.idle_power_w * (step_s - each.busy_s)
@@ -200,7 +203,7 @@ def whole_step(
                 each.samples,
                 each.busy_s,
                 each.exposed_s,
-                tail_s,
+                rest_s,
                 idle_s,
                 each.peak_bytes,
                 device.memory_bytes,
@@ -208,10 +211,10 @@ def whole_step(
             )
         )
         if tail_s:
-            name = "optimizer, input, Python"
+            name = "optimizer, input, Python" if each.parameters else "input, Python"
             after.append(StepSpan(rank, REST, name, backward_end_s, backward_end_s + tail_s))
     unknown = sorted({rank.device for rank in ranks if rank.energy_j is None})
     why = f"watts of {', '.join(unknown)} are not known: calibrate with runs that had RankEnergy" if unknown else ""
-    if not any(tails):
+    if not any(rank.rest_s for rank in ranks):
         assumed = [*assumed, "the optimizer's step, input and Python take no time: calibrate with measured runs"]
     return SimulatedStep(strategy, global_batch_size, step_s, tuple(ranks), (*spans, *after), tuple(assumed), why)
