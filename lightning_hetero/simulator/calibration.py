@@ -130,7 +130,8 @@ class Calibration:
             replace(unit, timings={**unit.timings, **{kind: row[index] for kind, row in scaled.items()}})
             for index, unit in enumerate(costs.units)
         )
-        return replace(cluster, **self.links), replace(costs, units=units)
+        links: dict[str, Any] = dict(self.links)
+        return replace(cluster, **links), replace(costs, units=units)
 
     def _basis_problems(self, cluster: Cluster, costs: ModelCosts) -> list[str]:
         problems = []

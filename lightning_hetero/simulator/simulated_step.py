@@ -97,8 +97,13 @@ class SimulatedStep:
 
     @property
     def busy_samples_per_s(self) -> float:
-        """What the ranks would do together if none ever waited or communicated: the ideal of unequal devices."""
-        return self.samples_per_s * self.step_s / max(self.mean("busy_s"), 1e-300)
+        """What the ranks would do together if none ever waited or communicated: the ideal of unequal devices.
+
+        Each at its own rate; the ranks of a pipeline, whose samples are everybody's, by their mean.
+        """
+        if sum(rank.samples for rank in self.ranks) == self.global_batch_size:
+            return math.fsum(rank.samples / rank.busy_s for rank in self.ranks if rank.samples and rank.busy_s)
+        return self.global_batch_size / max(self.mean("busy_s"), 1e-300)
 
     @property
     def bubble_share(self) -> float:
