@@ -21,13 +21,13 @@ from lightning_hetero.simulator.fitting import fit_constants
 from lightning_hetero.simulator.measured_run import MeasuredRun, RankMeasurement
 
 DESCRIPTION = """\
-Fit constants to a few measured steps: of each type of device a scale of its compute seconds, the optimizer's seconds per
-parameter, the fixed seconds of a step, watts; of each link bandwidth and latency. Never a correction per case: what is
-fitted to some runs holds for any other plan, model and number of ranks. Says how well the constants explain each run,
-and refuses what the runs cannot tell, with the run that would.
+Fit constants to a few measured steps: of each type of device a scale of its compute seconds, the optimizer's seconds
+per parameter, the fixed seconds of a step, watts; of each link bandwidth and latency. Never a correction per case: what
+is fitted to some runs holds for any other plan, model and number of ranks. Says how well the constants explain each
+run, and refuses what the runs cannot tell, with the run that would.
 
-The runs are those of hetero_fsdp and hetero_pipe, with RankThroughput (and RankEnergy, for watts). Cluster and costs are
-those that they were planned with, of "discover" and "profile" or written by hand."""
+The runs are those of hetero_fsdp and hetero_pipe, with RankThroughput (and RankEnergy, for watts). Cluster and costs
+are those that they were planned with, of "discover" and "profile" or written by hand."""
 
 EPILOG = """\
 examples:
@@ -54,8 +54,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         required=True,
         action="append",
         metavar="FILE|NAME",
-        help="cluster that runs were on; may be repeated where they were on several. A run on more or fewer nodes of the "
-        f"same pattern needs none of its own. Bundled: {', '.join(bundled_names())}",
+        help="cluster that runs were on; may be repeated where they were on several. A run on more or fewer nodes of "
+        f"the same pattern needs none of its own. Bundled: {', '.join(bundled_names())}",
     )
     parser.add_argument(
         "--costs", required=True, action="append", metavar="FILE", help="costs of a run's model; may be repeated"

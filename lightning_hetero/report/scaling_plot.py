@@ -20,7 +20,8 @@ def scaling_figure(lines: Sequence[ScalingLine]) -> Figure:
     would do together if none ever waited, which is the ideal of unequal devices.
     """
     figure = new_figure(11.5, 4.8)
-    draw_scaling(*figure.subplots(1, 2), lines)
+    total, share = figure.subplots(1, 2)
+    draw_scaling(total, share, lines)
     several = [line for line in lines if len(line.points) > 1]
     title(figure, scaling_title(several) if several else "Throughput over ranks", any(line.emulated for line in lines))
     return figure

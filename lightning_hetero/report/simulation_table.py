@@ -72,15 +72,15 @@ def sweep_table(points: Sequence[SweepPoint]) -> ReportTable:
     notes = []
     for point in points:
         step, ideal = point.step, ideals.get(id(point))
-        head = [point.model, point.sharding, str(point.nodes), str(point.ranks), str(point.global_batch_size)]
+        own = [point.model, point.sharding, str(point.nodes), str(point.ranks), str(point.global_batch_size)]
         if step is None:
-            rows.append(cells([*head, *[None] * 8]))
+            rows.append(cells([*own, *[None] * 8]))
             notes.append(f"{point.model}, {point.sharding}, {_nodes(point.nodes)}: {point.problem}")
             continue
         rows.append(
             cells(
                 [
-                    *head,
+                    *own,
                     format_seconds(step.step_s),
                     f"{step.samples_per_s:.4g}" if step.fits else "does not fit",
                     None if ideal is None or not step.fits else percent(step.samples_per_s / ideal),
@@ -93,8 +93,9 @@ def sweep_table(points: Sequence[SweepPoint]) -> ReportTable:
             )
         )
         notes += [f"{point.model}, {point.sharding}, {_nodes(point.nodes)}: {text}" for text in _misfits(step)]
-    columns = ("model", "sharding", "nodes", "ranks", "samples\na step", "step", "samples/s", "of the\nideal")
-    columns = (*columns, "busy", "exposed\ncomm", "waiting", "fullest\nrank", "J/sample")
+    head = ("model", "sharding", "nodes", "ranks", "samples\na step")
+    seconds = ("step", "samples/s", "of the\nideal", "busy", "exposed\ncomm", "waiting")
+    columns = (*head, *seconds, "fullest\nrank", "J/sample")
     notes.insert(
         0, "ideal: what each rank of the smallest number of nodes does, times the ranks; none for other devices"
     )

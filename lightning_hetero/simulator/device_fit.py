@@ -136,8 +136,8 @@ def _watts(kind: str, samples: Sequence[Sample], found: Fit, where: str) -> tupl
     if busy.max() - busy.min() < OTHER_SHARE:
         found.refused.append(
             f"devices.{kind}.busy_power_w, idle_power_w: watts of computing and of waiting cannot be told apart, since "
-            f"ranks compute {100 * busy.min():.0f} to {100 * busy.max():.0f} % of a step: a run in which they wait more, "
-            "with less batch a rank or the slowest device's share raised, would tell"
+            f"ranks compute {100 * busy.min():.0f} to {100 * busy.max():.0f} % of a step: a run in which they wait "
+            "more, with less batch a rank or the slowest device's share raised, would tell"
         )
         return None, None
     busy_w, idle_w = np.linalg.lstsq(np.stack([busy, 1 - busy], axis=1), watts)[0]

@@ -53,17 +53,16 @@ def _problems(runs: Sequence[MeasuredRun]) -> list[str]:
     if not runs:
         return ["there is no run: give at least one"]
     problems = []
-    for emulated in (True,):
-        of = [run.name for run in runs if run.cluster.emulate == emulated]
-        if 0 < len(of) < len(runs):
-            problems.append(f"{', '.join(of)} ran on emulated devices, the others on real ones: fit them apart")
+    emulated = [run.name for run in runs if run.cluster.emulate]
+    if 0 < len(emulated) < len(runs):
+        problems.append(f"{', '.join(emulated)} ran on emulated devices, the others on real ones: fit them apart")
     bases: dict[str, dict[float | None, str]] = {}
     for run in runs:
         for kind in run.cluster.types:
             bases.setdefault(kind, {}).setdefault(basis_flops_per_s(kind, run.cluster, run.costs), run.name)
     problems += [
-        f"seconds on {kind} have another basis in {' than in '.join(known.values())} (measured seconds, or another speed): "
-        "give costs and clusters that agree"
+        f"seconds on {kind} have another basis in {' than in '.join(known.values())} (measured seconds, or another "
+        "speed): give costs and clusters that agree"
         for kind, known in bases.items()
         if len(known) > 1
     ]

@@ -2,12 +2,12 @@
 
 What is measured is exposed communication, of the rank that has least of it. What is predicted is the same, by
 simulation, with the scales of compute already fitted, as a function of the links. The logarithms of bandwidths and
-latencies are moved until the squares of the differences are least (Levenberg 1944, Marquardt 1963), each difference over
-the measured seconds.
+latencies are moved until the squares of the differences are least (Levenberg 1944, Marquardt 1963), each difference
+over the measured seconds.
 
 A constant is told by the runs only if moving it changes some prediction in a way that no other constant can undo: what
-remains of its column of derivatives without the other columns. Where that is little the constant is refused. Messages of
-one size, say, fix only the sum ``latency + size / bandwidth``.
+remains of its column of derivatives without the other columns. Where that is little the constant is refused. Messages
+of one size, say, fix only the sum ``latency + size / bandwidth``.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ def fit_links(runs: Sequence[MeasuredRun], calibration: Calibration) -> LinkFit:
     found = LinkFit()
     names = [name for name in LINKS if any(_uses(run, name) for run in runs)]
     if not usable:
-        why = "no run of a shard plan says how much communication is exposed"
         found.refused += [
-            f"links.{name}: {why}: a run of hetero_fsdp with RankThroughput on all ranks would" for name in names
+            f"links.{name}: no run says how much communication is exposed: a run of hetero_fsdp with the lines of all "
+            "ranks would"
+            for name in names
         ]
         return found
     fit = _Fit(usable, calibration)
@@ -128,7 +129,8 @@ class _Fit:
         for run, (cluster, costs) in zip(self.runs, self.prepared, strict=True):
             step = simulate(run.plan, replace(cluster, **links), costs, run.training)
             found.append(min(rank.exposed_s for rank in step.ranks))
-        return np.array(found) / self.scale
+        predicted: Floats = np.array(found) / self.scale
+        return predicted
 
     def error(self) -> float:
         """Sum of squares."""
@@ -155,8 +157,8 @@ class _Fit:
                 free = [constant for constant in free if constant[0] != name]
                 self._put_back(name)
                 found.refused.append(
-                    f"links.{name}: nothing in these runs depends on it, since compute hides what is sent over it: a run "
-                    "with less batch a rank, or with NO_SHARD, would show it; discover measures it by itself"
+                    f"links.{name}: nothing in these runs depends on it, since compute hides what is sent over it: a "
+                    "run with less batch a rank, or with NO_SHARD, would show it; discover measures it by itself"
                 )
         return free
 
@@ -215,7 +217,7 @@ class _Fit:
         return None if own[least] >= FELT else free[least]
 
     def refuse(self, worst: Constant, free: list[Constant], found: LinkFit) -> list[Constant]:
-        """Without a constant that cannot be told, or without its link where it is that link's other one that hides it."""
+        """Without a constant that plays no part; or without its link, where the link's other constant hides it."""
         name, which = worst
         columns = dict(zip(free, self.derivatives(free).T, strict=True))
         unfelt = float(np.linalg.norm(columns[worst])) < FELT
@@ -223,15 +225,16 @@ class _Fit:
             # It plays no part in these runs, so the value of the file does no harm.
             self.values[worst] = self._of_file(worst)
             found.refused.append(
-                f"links.{name}: its {_NAMES[which]} plays no part in these runs: it stays as in the cluster file; a run "
-                f"with {'many small' if which else 'large'} messages would tell it"
+                f"links.{name}: its {_NAMES[which]} plays no part in these runs: it stays as in the cluster file; a "
+                f"run with {'many small' if which else 'large'} messages would tell it"
             )
             return [constant for constant in free if constant != worst]
         self._put_back(name)
+        count = len(self.runs)
         found.refused.append(
-            f"links.{name}: bandwidth and latency cannot be told apart, since {len(self.runs)} "
-            f"run{'s send' if len(self.runs) > 1 else ' sends'} messages of about one size over it: a run with shard groups "
-            "of another size, or of a model whose blocks have another size, would tell; discover measures both"
+            f"links.{name}: bandwidth and latency cannot be told apart by {count} run{'s' if count > 1 else ''}, which "
+            f"{'send' if count > 1 else 'sends'} messages of about one size over it: a run with shard groups of "
+            "another size, or of a model whose blocks have another size, would tell; discover measures both"
         )
         return [constant for constant in free if constant[0] != name]
 
