@@ -161,9 +161,7 @@ def _cluster(types: Sequence[str], clusters: Sequence[Cluster]) -> Cluster:
                 return made
     given = "; ".join(cluster.describe() for cluster in clusters)
     kinds = ", ".join(f"{list(types).count(kind)} x {kind}" for kind in dict.fromkeys(types))
-    raise HeteroError(
-        f"it ran on {kinds}, and no cluster that is given has these in this order ({given}): give its own"
-    )
+    raise HeteroError(f"it ran on {kinds}, and no given cluster has these in this order ({given}): give its own")
 
 
 def _costs(parameters: int | None, costs: Sequence[ModelCosts]) -> ModelCosts:

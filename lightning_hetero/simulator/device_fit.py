@@ -76,7 +76,7 @@ def fit_device(kind: str, samples: Sequence[Sample]) -> Fit:
     found = Fit(DeviceConstants())
     over = "the costs' measured seconds" if basis is None else "FLOPs over the cluster file's speed"
     found.sources["compute_scale"] = (
-        f"compute_s of {where}, over {over}; single ratios {min(ratios):.3f} to {max(ratios):.3f}"
+        f"compute_s of {where}, against {over}; single ratios {min(ratios):.3f} to {max(ratios):.3f}"
     )
     per_parameter, optimizer_fixed_s = _optimizer(kind, samples, found, where)
     fixed = [sample.measured.fixed_s for sample in samples]
