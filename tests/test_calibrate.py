@@ -18,7 +18,7 @@ from tests.calibration_runs import World, cluster, costs, plan_of, write_run
 from tests.report_runs import pipeline_plan
 from tests.report_runs import write_run as write_any_run
 
-LARGE, SMALL = costs(1000), costs(300)
+LARGE, SMALL = costs(1000), costs(100)
 RUNS = [(LARGE, "FULL_SHARD"), (LARGE, "HYBRID_4"), (SMALL, "FULL_SHARD"), (SMALL, "HYBRID_2"), (LARGE, "NO_SHARD")]
 
 
@@ -84,23 +84,34 @@ def test_they_explain_a_run_that_they_were_not_fitted_to(files):
 
 
 def test_one_message_size_does_not_tell_latency_from_bandwidth(files, capsys):
-    assert calibrate(files, several(files, World(), RUNS[:1])) == 0
-    calibration = found(files)
-    assert calibration.links == {}
-    refused = " ".join(calibration.refused)
-    for text in (
-        "links.within_node: bandwidth and latency cannot be told apart by 1 run",
-        "a run with shard groups of another size, or of a model whose blocks have another size, would tell",
-        "discover measures both",
-        "a fixed part of the optimizer's step cannot be told",
-        "watts of computing and of waiting cannot be told apart",
-    ):
-        assert text in refused
-        assert text in " ".join(capsys.readouterr().out.split()) or text in refused
-    assert calibration.devices["fast"].busy_power_w is None
-    # the same run twice says no more
-    assert calibrate(files, several(files, World(), RUNS[:1] * 2)) == 0
+    one_node = cluster(nodes=1)
+    run = write_run(files / "run", World(), one_node, SMALL, "FULL_SHARD", 2)
+    again = write_run(files / "again", World(), one_node, SMALL, "FULL_SHARD", 1)
+    for runs, count in (([run], "1 run"), ([run, again], "2 runs")):
+        assert calibrate(files, runs) == 0
+        assert f"refused: links.within_node: bandwidth and latency cannot be told apart by {count}" in (
+            capsys.readouterr().out
+        )
+        assert found(files).links == {}
+        refused = " ".join(found(files).refused)
+        for text in (
+            f"links.within_node: bandwidth and latency cannot be told apart by {count}",
+            "a run with shard groups of another size, or of a model whose blocks have another size, would tell",
+            "discover measures both",
+            "a fixed part of the optimizer's step cannot be told",
+        ):
+            assert text in refused
+    # groups of another size send parts of another size
+    halves = write_run(files / "halves", World(), one_node, SMALL, "HYBRID_2", 2)
+    assert calibrate(files, [run, halves]) == 0
+    assert found(files).links["within_node"].latency_s == pytest.approx(World().within.latency_s, rel=1e-2)
+
+
+def test_two_links_that_are_always_used_together_are_not_told_apart(files):
+    assert calibrate(files, several(files, World(), [(LARGE, "FULL_SHARD")])) == 0
     assert found(files).links == {}
+    assert any("links.between_nodes" in text for text in found(files).refused)
+    assert any("links.within_node" in text for text in found(files).refused)
 
 
 def test_hidden_communication_says_nothing_of_links(files):

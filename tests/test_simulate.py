@@ -77,9 +77,9 @@ def test_shares_of_a_layout_follow_speed_unless_they_are_to_be_even():
 def test_shares_of_a_layout_stay_within_memory_where_they_can():
     small = replace(CLUSTER.devices[0], memory_bytes=CLUSTER.devices[0].memory_bytes // 4)
     tight = replace(CLUSTER, devices=(small, *CLUSTER.devices[1:]))
-    shares = layout_plan(tight, COSTS, Training(20_000), "FULL_SHARD").batch_shares
+    shares = layout_plan(tight, COSTS, Training(12_000), "FULL_SHARD").batch_shares
     assert shares[0] < shares[1]
-    step = simulate(layout_plan(tight, COSTS, Training(20_000), "FULL_SHARD"), tight, COSTS, Training(20_000))
+    step = simulate(layout_plan(tight, COSTS, Training(12_000), "FULL_SHARD"), tight, COSTS, Training(12_000))
     assert step.fits
     plan = layout_plan(tight, COSTS, Training(900_000), "FULL_SHARD")
     assert not simulate(plan, tight, COSTS, Training(900_000)).fits

@@ -5,9 +5,10 @@ simulation, with the scales of compute already fitted, as a function of the link
 latencies are moved until the squares of the differences are least (Levenberg 1944, Marquardt 1963), each difference
 over the measured seconds.
 
-A constant is told by the runs only if moving it changes some prediction in a way that no other constant can undo: what
-remains of its column of derivatives without the other columns. Where that is little the constant is refused. Messages
-of one size, say, fix only the sum ``latency + size / bandwidth``.
+A constant that hardly moves any prediction (:data:`FELT`) plays no part in the runs, and stays as in the cluster file.
+One that does is told by the runs only if moving it changes some prediction in a way that no other constant can undo:
+what remains of its column of derivatives without the other columns (:data:`TOLD`). Messages of one size, say, fix only
+the sum ``latency + size / bandwidth``. A link is fitted where all of it that plays a part is told.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ from lightning_hetero.simulator.simulate import simulate
 Floats = NDArray[np.float64]
 
 FELT = 0.05
-"""a constant is told where a change of it by a factor e moves predictions by this share of what was measured"""
+"""a constant plays a part where a change of it by a factor e moves a prediction by this share of what was measured"""
+
+TOLD = 0.03
+"""as much must be left when other constants undo what they can: one told no better is known within a third, where
+measured seconds have 1 % of noise"""
 
 NOTICED = 0.02
 """seconds of communication below this share of the step are noise"""
@@ -77,19 +82,24 @@ def fit_links(runs: Sequence[MeasuredRun], calibration: Calibration) -> LinkFit:
         ]
         return found
     fit = _Fit(usable, calibration)
+    for name in names:
+        fit.search(name)
     free: list[Constant] = [(name, which) for name in names for which in (0, 1)]
-    free = fit.without_unfelt(free, found)
-    while free:
+    if free:
         fit.solve(free)
-        worst = fit.least_told(free)
-        if worst is None:
-            break
-        free = fit.refuse(worst, free, found)
-    for name in dict.fromkeys(name for name, _ in free):
+        free = fit.felt(free)
+        fit.solve(free)
+    told = fit.told(free)
+    by = f"exposed communication of {len(usable)} runs ({', '.join(run.name for run in usable[:4])})"
+    for name in names:
+        own = [constant for constant in free if constant[0] == name]
+        problem = fit.problem(name, own, told)
+        if problem:
+            found.refused.append(f"links.{name}: {problem}")
+            continue
         found.links[name] = fit.link(name)
-        held = [_NAMES[which] for which in (0, 1) if (name, which) not in free]
-        by = f"exposed communication of {len(usable)} runs ({', '.join(run.name for run in usable[:4])})"
-        found.sources[name] = by + (f"; {held[0]} as in the cluster file" if held else "")
+        held = [_NAMES[which] for which in (0, 1) if (name, which) not in own]
+        found.sources[name] = by + (f"; {held[0]} as in the cluster file, since it plays no part" if held else "")
     return found
 
 
@@ -111,7 +121,6 @@ class _Fit:
         for name in LINKS:
             link = self.files[name] or _UNKNOWN
             self._set(name, link)
-        self.silent: set[str] = {name for name in LINKS if self.files[name] is None}
         self.prepared = [calibration.applied(run.cluster, run.costs) for run in runs]
 
     def _set(self, name: str, link: Link) -> None:
@@ -124,7 +133,7 @@ class _Fit:
 
     def predicted(self) -> Floats:
         """Exposed seconds of every run, over what counts as much."""
-        links: dict[str, Any] = {name: None if name in self.silent else self.link(name) for name in LINKS}
+        links: dict[str, Any] = {name: self.link(name) for name in LINKS}
         found = []
         for run, (cluster, costs) in zip(self.runs, self.prepared, strict=True):
             step = simulate(run.plan, replace(cluster, **links), costs, run.training)
@@ -148,41 +157,19 @@ class _Fit:
             self.values[constant] = here
         return np.stack(columns, axis=1)
 
-    def without_unfelt(self, free: list[Constant], found: LinkFit) -> list[Constant]:
-        """Without links that no prediction depends on, wherever their values are looked for."""
-        for name in dict.fromkeys(name for name, _ in free):
-            self.silent.discard(name)
-            felt = self._search(name)
-            if felt < FELT:
-                free = [constant for constant in free if constant[0] != name]
-                self._put_back(name)
-                found.refused.append(
-                    f"links.{name}: nothing in these runs depends on it, since compute hides what is sent over it: a "
-                    "run with less batch a rank, or with NO_SHARD, would show it; discover measures it by itself"
-                )
-        return free
-
-    def _search(self, name: str) -> float:
-        """Put a link where predictions come nearest, over a grid; returns how much they depend on it there at all."""
-        best, errors = None, []
+    def search(self, name: str) -> None:
+        """Put a link where predictions come nearest to what was measured, over a grid."""
+        found = []
         for bandwidth in _BANDWIDTHS:
             for latency_s in _LATENCIES:
                 self._set(name, Link(float(bandwidth), float(latency_s)))
-                errors.append(self.error())
-                if best is None or errors[-1] < best[0]:
-                    best = errors[-1], self.values[name, 0], self.values[name, 1]
-        assert best is not None
-        _, self.values[name, 0], self.values[name, 1] = best
-        return max(errors) - min(errors)
-
-    def _put_back(self, name: str) -> None:
-        link = self.files[name]
-        self._set(name, link or _UNKNOWN)
-        if link is None:
-            self.silent.add(name)
+                found.append((self.error(), self.values[name, 0], self.values[name, 1]))
+        _, self.values[name, 0], self.values[name, 1] = min(found)
 
     def solve(self, free: Sequence[Constant]) -> None:
         """Move the free constants to the least error."""
+        if not free:
+            return
         damping, error = 1e-2, self.error()
         for _ in range(_ROUNDS):
             jacobian = self.derivatives(free)
@@ -203,42 +190,57 @@ class _Fit:
                 if damping > 1e6:
                     return
 
-    def least_told(self, free: Sequence[Constant]) -> Constant | None:
-        """The constant that the runs tell least, where it is too little."""
+    def felt(self, free: Sequence[Constant]) -> list[Constant]:
+        """Those that play a part; the others are put back to the cluster file's values."""
+        norms = np.linalg.norm(self.derivatives(free), axis=0)
+        for constant, norm in zip(free, norms, strict=True):
+            if norm < FELT:
+                link = self.files[constant[0]] or _UNKNOWN
+                value = link.latency_s if constant[1] else link.bandwidth_bytes_per_s
+                self.values[constant] = float(np.log(max(value, _LEAST_LATENCY_S)))
+        return [constant for constant, norm in zip(free, norms, strict=True) if norm >= FELT]
+
+    def told(self, free: Sequence[Constant]) -> set[Constant]:
+        """Those whose part none of the others can play."""
+        if not free:
+            return set()
         columns = self.derivatives(free)
-        own = []
-        for index in range(len(free)):
-            others = np.delete(columns, index, axis=1)
-            column = columns[:, index]
-            if others.size:
-                column = column - others @ np.linalg.lstsq(others, column)[0]
-            own.append(float(np.linalg.norm(column)))
-        least = int(np.argmin(own))
-        return None if own[least] >= FELT else free[least]
+        return {constant for index, constant in enumerate(free) if _own(columns, index) >= TOLD}
 
-    def refuse(self, worst: Constant, free: list[Constant], found: LinkFit) -> list[Constant]:
-        """Without a constant that plays no part; or without its link, where the link's other constant hides it."""
-        name, which = worst
-        columns = dict(zip(free, self.derivatives(free).T, strict=True))
-        unfelt = float(np.linalg.norm(columns[worst])) < FELT
-        if unfelt and self.files[name] is not None:
-            # It plays no part in these runs, so the value of the file does no harm.
-            self.values[worst] = self._of_file(worst)
-            found.refused.append(
-                f"links.{name}: its {_NAMES[which]} plays no part in these runs: it stays as in the cluster file; a "
-                f"run with {'many small' if which else 'large'} messages would tell it"
+    def problem(self, name: str, own: Sequence[Constant], told: set[Constant]) -> str:
+        """Why a link is not fitted, and which run would tell; empty where it is."""
+        if not own:
+            return (
+                "nothing in these runs depends on it, since compute hides what is sent over it: a run with less batch "
+                "a rank, or with NO_SHARD, would show it; discover measures it by itself"
             )
-            return [constant for constant in free if constant != worst]
-        self._put_back(name)
+        if told.issuperset(own):
+            missing = [_NAMES[which] for which in (0, 1) if (name, which) not in own]
+            if self.files[name] is not None or not missing:
+                return ""
+            kind = "large" if missing == ["bandwidth"] else "many small"
+            return (
+                f"its {missing[0]} plays no part in these runs, and the cluster file has none: a run with {kind} "
+                "messages would tell it"
+            )
         count = len(self.runs)
-        found.refused.append(
-            f"links.{name}: bandwidth and latency cannot be told apart by {count} run{'s' if count > 1 else ''}, which "
-            f"{'send' if count > 1 else 'sends'} messages of about one size over it: a run with shard groups of "
-            "another size, or of a model whose blocks have another size, would tell; discover measures both"
+        runs = f"{count} run{'s' if count > 1 else ''}"
+        columns = self.derivatives(own)
+        if all(_own(columns, index) >= TOLD for index in range(len(own))):
+            return (
+                f"it cannot be told apart from the other link by {runs}: a run whose shard groups lie within a node "
+                "(HYBRID_k), or one on a single node, would tell; discover measures both"
+            )
+        return (
+            f"bandwidth and latency cannot be told apart by {runs}, with messages of about one size over it: a run "
+            "with shard groups of another size, or of a model whose blocks have another size, would tell; discover "
+            "measures both"
         )
-        return [constant for constant in free if constant[0] != name]
 
-    def _of_file(self, constant: Constant) -> float:
-        link: Link = self.files[constant[0]]
-        value = link.latency_s if constant[1] else link.bandwidth_bytes_per_s
-        return float(np.log(max(value, _LEAST_LATENCY_S)))
+
+def _own(columns: Floats, index: int) -> float:
+    """The length of a column without what the others span."""
+    others, column = np.delete(columns, index, axis=1), columns[:, index]
+    if others.size:
+        column = column - others @ np.linalg.lstsq(others, column)[0]
+    return float(np.linalg.norm(column))
