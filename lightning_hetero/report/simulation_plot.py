@@ -24,6 +24,10 @@ def plot_simulated_scaling(lines: Mapping[str, Sequence[ScalingLine]], path: str
     for (total, share), (model, own) in zip(panels, lines.items(), strict=True):
         draw_scaling(total, share, own)
         total.set_title(model, fontsize=10)
+        total.set_yscale("log")  # from one node to a hundred: a straight line is what scales
+        values = [point.samples_per_s for line in own for point in line.points if point.samples_per_s is not None]
+        total.set_ylim(0.7 * min(values), 1.5 * max(values))
+        share.set_ylim(0, 105)
     every = [line for own in lines.values() for line in own]
     emulated = f"; {EMULATED}" if any(line.emulated for line in every) else ""
     figure.suptitle(f"{scaling_title(every)}: SIMULATED, nothing was run{emulated}", fontsize=11, color="#9d1c1c")
