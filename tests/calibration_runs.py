@@ -86,8 +86,6 @@ def write_run(
     real_cluster, real_costs = truth.applied(where, model)
     step = simulate(plan, real_cluster, real_costs, training, constants=truth.devices)
     random = np.random.default_rng(seed)
-    tail_s = max(rank.rest_s for rank in step.ranks)
-    shown_s = min(rank.exposed_s for rank in step.ranks)
     for rank, own in enumerate(step.ranks):
         file = RankFile(folder, rank)
         first = {"schema": 1, "run": "a", "world_size": where.world_size, "strategy": "hetero_fsdp"}
@@ -100,7 +98,7 @@ def write_run(
             optimizer_s = own.rest_s - world.fixed_s
             parts = {"compute_s": own.busy_s * draw(), "optimizer_s": optimizer_s * draw()}
             parts |= {"input_s": 0.25 * world.fixed_s * draw(), "rest_s": 0.75 * world.fixed_s * draw()}
-            parts["blocked_s"] = max(shown_s, step.step_s - sum(parts.values())) + (tail_s - own.rest_s)
+            parts["blocked_s"] = (own.exposed_s + own.idle_s) * draw()
             joules = own.energy_j or 0.0
             values = {"step": index, "batches": 1, "samples": own.samples, "messages_s": 0.0, **parts}
             values |= {"step_s": sum(parts.values()), "joules": joules, "energy_s": step.step_s}

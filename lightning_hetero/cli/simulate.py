@@ -17,6 +17,7 @@ from lightning_hetero.cluster.resized import with_node, with_nodes, without_node
 from lightning_hetero.costs import ModelCosts
 from lightning_hetero.errors import HeteroError, raise_all
 from lightning_hetero.plan import PipelinePlan, ShardPlan
+from lightning_hetero.plan.options import BACKWARD_PREFETCH
 from lightning_hetero.planner.sweep import Change, Sweep, SweepPoint, sharding_problems
 from lightning_hetero.planner.training import Training
 from lightning_hetero.records import read_json, write_json
@@ -30,6 +31,7 @@ from lightning_hetero.report.simulation_table import (
 )
 from lightning_hetero.simulator.calibration import Calibration
 from lightning_hetero.simulator.chrome_trace import simulated_trace, write_trace
+from lightning_hetero.simulator.execution import ENGINES
 from lightning_hetero.simulator.simulate import simulate
 from lightning_hetero.simulator.simulated_step import SimulatedStep
 
@@ -99,6 +101,20 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument(
         "--activation-checkpointing", action="store_true", help="layouts by name run blocks' forwards again in backward"
     )
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default="fsdp2",
+        help="what runs shard plans (default: fsdp2, as hetero_fsdp)",
+    )
+    parser.add_argument(
+        "--backward-prefetch", choices=BACKWARD_PREFETCH, help="of layouts by name (default: BACKWARD_PRE)"
+    )
+    parser.add_argument(
+        "--limit-all-gathers",
+        metavar="N|true|false",
+        help="all-gathers in flight, of layouts by name: true is 2, false no limit (default: true)",
+    )
     parser.add_argument("--even", action="store_true", help="layouts by name have equal shares, not shares by speed")
     parser.add_argument(
         "--add",
@@ -143,6 +159,8 @@ def _problems(options: argparse.Namespace) -> list[str]:
             "--batch-per-rank": options.batch_per_rank,
             "--activation-checkpointing": options.activation_checkpointing,
             "--even": options.even,
+            "--backward-prefetch": options.backward_prefetch,
+            "--limit-all-gathers": options.limit_all_gathers,
             "--plot": options.plot,
         }
         given = [name for name, value in sweeping.items() if value]
@@ -177,7 +195,7 @@ def _run_plan(options: argparse.Namespace, cluster: Cluster, calibration: Calibr
         cluster, costs = calibration.applied(cluster, costs)
         constants = calibration.devices
     training = Training(plan.global_batch_size, options.precision, options.optimizer)
-    step = simulate(plan, cluster, costs, training, constants=constants)
+    step = simulate(plan, cluster, costs, training, constants=constants, engine=options.engine)
     screen = console()
     what = f"{costs.model} on {cluster.name}"
     step_table(step, what, cluster.emulate).show(screen)
@@ -208,6 +226,8 @@ def _run_sweep(options: argparse.Namespace, cluster: Cluster, calibration: Calib
         options.activation_checkpointing,
         options.even,
         calibration,
+        options.engine,
+        _layout_options(options),
     )
     sweep.training(cluster.world_size)  # names of precision and optimizer, before anything is counted
     shardings = options.sharding or (ShardPlan.STRATEGY,)
@@ -241,6 +261,18 @@ def _run_sweep(options: argparse.Namespace, cluster: Cluster, calibration: Calib
     for line in [*change_lines(changes), *notes, *written]:
         screen.print(line, markup=False, soft_wrap=True)
     return 0
+
+
+def _layout_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Those that were given, as a plan holds them."""
+    found: dict[str, Any] = {}
+    if options.backward_prefetch is not None:
+        found["backward_prefetch"] = options.backward_prefetch
+    limit = options.limit_all_gathers
+    if limit is not None:
+        words = {"true": True, "false": False}
+        found["limit_all_gathers"] = words.get(limit.lower(), int(limit) if limit.isdecimal() else limit)
+    return found
 
 
 def _all_costs(options: argparse.Namespace, begin: Callable[[str], None]) -> tuple[list[ModelCosts], list[str]]:

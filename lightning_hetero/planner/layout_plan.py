@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from lightning_hetero.cluster import Cluster
@@ -28,6 +31,7 @@ def layout_plan(
     *,
     checkpointing: bool = False,
     even: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> ShardPlan:
     """The plan with this layout, one micro-batch a step, and shares by speed.
 
@@ -41,6 +45,7 @@ def layout_plan(
         sharding: "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD" or "HYBRID_k" with neighbouring ranks in groups of k.
         checkpointing: whether blocks run their forward again in backward, on all ranks.
         even: whether every rank takes as many samples instead (the first ones one more where it does not divide).
+        options: of communication, as a plan holds them ("backward_prefetch", "limit_all_gathers").
 
     Raises:
         HeteroError: if the option is not known, k does not divide the ranks, or seconds are not known.
@@ -64,6 +69,7 @@ def layout_plan(
         reshard_after_forward=mode == "FULL_SHARD",
         modes=(mode,) * len(groups) if mode == "NO_SHARD" else (),
         activation_checkpointing=(True,) * ranks if checkpointing else (),
+        options=options or {},
     )
 
 

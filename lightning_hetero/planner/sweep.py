@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import ModelCosts
-from lightning_hetero.errors import HeteroError, InfeasibleError
+from lightning_hetero.errors import HeteroError, InfeasibleError, raise_all
 from lightning_hetero.plan import PipelinePlan, ShardPlan
-from lightning_hetero.plan.options import hybrid_size
+from lightning_hetero.plan.options import hybrid_size, option_problems
 from lightning_hetero.plan.shard import MODES
 from lightning_hetero.planner.layout_plan import layout_plan, layout_problems
 from lightning_hetero.planner.pipeline import plan_pipeline
@@ -36,9 +36,11 @@ class Sweep:
         checkpointing: whether layouts by name run forwards again in backward. Plans decide it for themselves.
         even: whether layouts by name have equal shares instead of shares by speed.
         calibration: constants that were fitted to measured steps; ``None``: costs and cluster as they are.
+        engine: that runs shard plans, one of :data:`~lightning_hetero.simulator.execution.ENGINES`.
+        options: of layouts by name, as a plan holds them.
 
     Raises:
-        HeteroError: if not exactly one of the two batches is given.
+        HeteroError: if not exactly one of the two batches is given, or an option is not known.
     """
 
     batch_per_rank: int | None = None
@@ -48,8 +50,12 @@ class Sweep:
     checkpointing: bool = False
     even: bool = False
     calibration: Calibration | None = None
+    engine: str = "fsdp2"
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        problems = [f"{name} is {value!r}: {accepted}" for name, value, accepted in option_problems(self.options)]
+        raise_all(HeteroError, "the options are not valid", problems)
         if (self.batch_per_rank is None) == (self.global_batch is None):
             raise HeteroError(
                 "give either batch_per_rank (weak scaling) or global_batch (strong scaling), and not both"
@@ -85,7 +91,7 @@ class Sweep:
         except InfeasibleError as error:
             why = str(error).splitlines()[0]
             return SweepPoint(costs.model, sharding, cluster, training.global_batch_size, None, why)
-        step = simulate(plan, cluster, costs, training, constants=constants)
+        step = simulate(plan, cluster, costs, training, constants=constants, engine=self.engine)
         return SweepPoint(costs.model, sharding, cluster, training.global_batch_size, step)
 
     def _plan(self, cluster: Cluster, costs: ModelCosts, training: Training, sharding: str) -> ShardPlan | PipelinePlan:
@@ -93,7 +99,15 @@ class Sweep:
             return plan_shard(cluster, costs, training)
         if sharding == PipelinePlan.STRATEGY:
             return plan_pipeline(cluster, costs, training)
-        return layout_plan(cluster, costs, training, sharding, checkpointing=self.checkpointing, even=self.even)
+        return layout_plan(
+            cluster,
+            costs,
+            training,
+            sharding,
+            checkpointing=self.checkpointing,
+            even=self.even,
+            options=self.options,
+        )
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,26 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_hetero.cluster import Cluster, Link
+from lightning_hetero.cluster import Cluster, Fabric, Link
 from lightning_hetero.costs import ModelCosts, UnitTiming
 from lightning_hetero.errors import HeteroError, raise_all
 from lightning_hetero.planner.seconds import unit_timings
-from lightning_hetero.records import Record, boolean, number, optional, read_json, shown, text, tuple_of, write_json
+from lightning_hetero.records import (
+    Record,
+    boolean,
+    integer,
+    number,
+    optional,
+    read_json,
+    shown,
+    text,
+    tuple_of,
+    write_json,
+)
 from lightning_hetero.units import format_flops_per_s
 
 SCHEMA = 1
-LINKS = ("within_node", "between_nodes")
+LINKS = ("within_pair", "within_node", "between_nodes")
 """links that a calibration may know, by their names in a cluster file"""
 
 SAME_SPEED = 0.01
@@ -241,13 +252,16 @@ def _read_link(record: Record, value: object, name: str) -> Link | None:
     place = f"links.{name}"
     if name not in LINKS:
         record.note(place, f"is no link: known ones are {', '.join(LINKS)}")
-    entry = record.mapping(value, place, ("bandwidth_bytes_per_s", "latency_s")) or {}
+    shared = ("nics", "half_bandwidth_nodes") if name == "between_nodes" else ()
+    entry = record.mapping(value, place, ("bandwidth_bytes_per_s", "latency_s"), shared) or {}
     bandwidth = record.take(entry, "bandwidth_bytes_per_s", place, number(0), 0.0)
     latency_s = record.take(entry, "latency_s", place, number(0), 0.0)
     if bandwidth <= 0:
         record.note(f"{place}.bandwidth_bytes_per_s", "is not above 0: write bytes per second, such as 1e9")
         return None
-    return Link(bandwidth, latency_s)
+    nics = record.take(entry, "nics", place, integer(1), 1)
+    half = record.take(entry, "half_bandwidth_nodes", place, optional(number(1e-9)), None)
+    return Fabric(bandwidth, latency_s, nics, half) if set(shared) & set(entry) else Link(bandwidth, latency_s)
 
 
 def _read_run(record: Record, value: object, place: str) -> RunError:

@@ -1,14 +1,15 @@
 """Fit bandwidth and latency of links to the communication that measured runs could not hide.
 
-What is measured is exposed communication, of the rank that has least of it. What is predicted is the same, by
-simulation, with the scales of compute already fitted, as a function of the links. The logarithms of bandwidths and
-latencies are moved until the squares of the differences are least (Levenberg 1944, Marquardt 1963), each difference
-over the measured seconds.
+What is measured is how long the rank is blocked that is blocked least. What is predicted is the same, by simulation,
+with the scales of compute already fitted, as a function of the links. The logarithms of bandwidths and latencies are
+moved until the squares of the differences are least (Levenberg 1944, Marquardt 1963), each difference over the measured
+seconds.
 
-A constant that hardly moves any prediction (:data:`FELT`) plays no part in the runs, and stays as in the cluster file.
-One that does is told by the runs only if moving it changes some prediction in a way that no other constant can undo:
-what remains of its column of derivatives without the other columns (:data:`TOLD`). Messages of one size, say, fix only
-the sum ``latency + size / bandwidth``. A link is fitted where all of it that plays a part is told.
+A constant is told by the runs only if moving it changes some prediction in a way that no other constant can undo: what
+remains of its column of derivatives without the other columns (:data:`TOLD`). Messages of one size, say, fix only the
+sum ``latency + size / bandwidth``. One that hardly moves any prediction (:data:`FELT`) plays no part in the runs, if
+it cannot play one either: with a value that is felt, the others moved as well as they can be, the runs are explained
+worse. A link is fitted where all of it that plays a part is told.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lightning_hetero.cluster import Link
 from lightning_hetero.plan import ShardPlan
 from lightning_hetero.simulator.calibration import LINKS, Calibration
 from lightning_hetero.simulator.measured_run import MeasuredRun
-from lightning_hetero.simulator.simulate import simulate
+from lightning_hetero.simulator.simulated_shards import least_blocked_s
 
 Floats = NDArray[np.float64]
 
@@ -39,9 +40,10 @@ NOTICED = 0.02
 """seconds of communication below this share of the step are noise"""
 
 _UNKNOWN = Link(1e9, 50e-6)
-_BANDWIDTHS, _LATENCIES = np.logspace(8, 12, 9), np.logspace(-6, -2, 5)
+_BANDWIDTHS, _LATENCIES = np.logspace(8, 12, 5), np.logspace(-6, -3, 4)
 _STEP, _ROUNDS = 1e-3, 40
 _LEAST_LATENCY_S = 1e-9
+_STRONGLY, _MOST_DOUBLINGS = 0.3, 20
 _NAMES = ("bandwidth", "latency")
 
 
@@ -81,14 +83,13 @@ def fit_links(runs: Sequence[MeasuredRun], calibration: Calibration) -> LinkFit:
             for name in names
         ]
         return found
-    fit = _Fit(usable, calibration)
+    fit = _Fit(usable, calibration, names)
     for name in names:
         fit.search(name)
     free: list[Constant] = [(name, which) for name in names for which in (0, 1)]
     if free:
         fit.solve(free)
-        free = fit.felt(free)
-        fit.solve(free)
+        free = fit.without_part(free)
     told = fit.told(free)
     by = f"exposed communication of {len(usable)} runs ({', '.join(run.name for run in usable[:4])})"
     for name in names:
@@ -99,11 +100,13 @@ def fit_links(runs: Sequence[MeasuredRun], calibration: Calibration) -> LinkFit:
             continue
         found.links[name] = fit.link(name)
         held = [_NAMES[which] for which in (0, 1) if (name, which) not in own]
-        found.sources[name] = by + (f"; {held[0]} as in the cluster file, since it plays no part" if held else "")
+        found.sources[name] = by + (f"; its {held[0]} plays no part in them" if held else "")
     return found
 
 
 def _uses(run: MeasuredRun, name: str) -> bool:
+    if name == "within_pair":
+        return run.cluster.within_pair is not None
     nodes = [device.node for device in run.cluster.devices]
     return len(set(nodes)) > 1 if name == "between_nodes" else len(set(nodes)) < len(nodes)
 
@@ -111,33 +114,34 @@ def _uses(run: MeasuredRun, name: str) -> bool:
 class _Fit:
     """The state of a fit: one value for each constant, in logarithms."""
 
-    def __init__(self, runs: Sequence[MeasuredRun], calibration: Calibration) -> None:
-        self.runs, self.calibration = runs, calibration
+    def __init__(self, runs: Sequence[MeasuredRun], calibration: Calibration, names: Sequence[str]) -> None:
+        self.runs, self.names = runs, names
         self.measured = np.array([run.communication_s or 0.0 for run in runs])
         # What is nearly nothing must not count as much as what is much.
         self.scale = np.maximum(self.measured, NOTICED * np.array([run.step_s for run in runs]))
-        self.files = {name: getattr(runs[0].cluster, name) for name in LINKS}
+        self.files: dict[str, Link | None] = {name: getattr(runs[0].cluster, name) for name in names}
         self.values: dict[Constant, float] = {}
-        for name in LINKS:
+        for name in names:
             link = self.files[name] or _UNKNOWN
             self._set(name, link)
         self.prepared = [calibration.applied(run.cluster, run.costs) for run in runs]
 
     def _set(self, name: str, link: Link) -> None:
-        self.values[name, 0] = float(np.log(link.bandwidth_bytes_per_s))
-        self.values[name, 1] = float(np.log(max(link.latency_s, _LEAST_LATENCY_S)))
+        self.values[name, 0] = _logarithm(link.bandwidth_bytes_per_s)
+        self.values[name, 1] = _logarithm(link.latency_s)
 
     def link(self, name: str) -> Link:
-        """As it is now."""
-        return Link(float(np.exp(self.values[name, 0])), float(np.exp(self.values[name, 1])))
+        """As it is now, with what else the cluster file says of it."""
+        bandwidth, latency_s = (float(np.exp(self.values[name, which])) for which in (0, 1))
+        return replace(self.files[name] or _UNKNOWN, bandwidth_bytes_per_s=bandwidth, latency_s=latency_s)
 
     def predicted(self) -> Floats:
         """Exposed seconds of every run, over what counts as much."""
-        links: dict[str, Any] = {name: self.link(name) for name in LINKS}
+        links: dict[str, Any] = {name: self.link(name) for name in self.names}
         found = []
         for run, (cluster, costs) in zip(self.runs, self.prepared, strict=True):
-            step = simulate(run.plan, replace(cluster, **links), costs, run.training)
-            found.append(min(rank.exposed_s for rank in step.ranks))
+            assert isinstance(run.plan, ShardPlan)
+            found.append(least_blocked_s(run.plan, replace(cluster, **links), costs, run.training))
         predicted: Floats = np.array(found) / self.scale
         return predicted
 
@@ -190,15 +194,37 @@ class _Fit:
                 if damping > 1e6:
                     return
 
-    def felt(self, free: Sequence[Constant]) -> list[Constant]:
-        """Those that play a part; the others are put back to the cluster file's values."""
-        norms = np.linalg.norm(self.derivatives(free), axis=0)
-        for constant, norm in zip(free, norms, strict=True):
-            if norm < FELT:
-                link = self.files[constant[0]] or _UNKNOWN
-                value = link.latency_s if constant[1] else link.bandwidth_bytes_per_s
-                self.values[constant] = float(np.log(max(value, _LEAST_LATENCY_S)))
-        return [constant for constant, norm in zip(free, norms, strict=True) if norm >= FELT]
+    def without_part(self, free: list[Constant]) -> list[Constant]:
+        """Those that play a part or may; the others take the cluster file's value, unless it contradicts the runs."""
+        for constant, norm in zip(free, np.linalg.norm(self.derivatives(free), axis=0), strict=True):
+            if norm >= FELT or not self._is_excluded(constant, free):
+                continue
+            free = [other for other in free if other != constant]
+            before, error = dict(self.values), self.error()
+            link = self.files[constant[0]]
+            if link is not None:
+                self.values[constant] = _logarithm(link.latency_s if constant[1] else link.bandwidth_bytes_per_s)
+                self.solve(free)
+                if self._root(self.error()) > self._root(error) + TOLD:
+                    self.values = before
+        return free
+
+    def _is_excluded(self, constant: Constant, free: Sequence[Constant]) -> bool:
+        """Whether runs are explained worse where a constant that is not felt is slow enough to be felt."""
+        before, error = dict(self.values), self.error()
+        others = [other for other in free if other != constant]
+        for _ in range(_MOST_DOUBLINGS):
+            self.values[constant] += np.log(2) if constant[1] else -np.log(2)
+            if np.linalg.norm(self.derivatives([constant])) >= _STRONGLY:
+                break
+        self.solve(others)
+        worse = self._root(self.error()) > self._root(error) + TOLD
+        self.values = before
+        return worse
+
+    def _root(self, error: float) -> float:
+        """Root of the mean square."""
+        return float(np.sqrt(error / len(self.runs)))
 
     def told(self, free: Sequence[Constant]) -> set[Constant]:
         """Those whose part none of the others can play."""
@@ -236,6 +262,10 @@ class _Fit:
             "with shard groups of another size, or of a model whose blocks have another size, would tell; discover "
             "measures both"
         )
+
+
+def _logarithm(value: float) -> float:
+    return float(np.log(max(value, _LEAST_LATENCY_S)))
 
 
 def _own(columns: Floats, index: int) -> float:

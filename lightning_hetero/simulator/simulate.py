@@ -24,6 +24,7 @@ def simulate(
     training: Training,
     *,
     constants: Mapping[str, DeviceConstants] | None = None,
+    engine: str = "fsdp2",
 ) -> SimulatedStep:
     """Simulate one optimizer step of a plan as it is written.
 
@@ -35,6 +36,7 @@ def simulate(
         constants: by type of device, what a calibration found: the step's fixed seconds, the optimizer's, watts.
             Scales of compute and links are not looked at: they are in what
             :meth:`~lightning_hetero.simulator.calibration.Calibration.applied` gives. Nothing by default.
+        engine: of shard plans, one of :data:`~lightning_hetero.simulator.execution.ENGINES`.
 
     Raises:
         PlanError: if the plan is not valid or not for this cluster.
@@ -43,7 +45,7 @@ def simulate(
     plan.validate(cluster)
     raise_all(HeteroError, "the plan cannot be simulated", _problems(plan, costs, training))
     if isinstance(plan, ShardPlan):
-        return simulated_shards(plan, cluster, costs, training, constants or {})
+        return simulated_shards(plan, cluster, costs, training, constants or {}, engine)
     return simulated_pipelines(plan, cluster, costs, training, constants or {})
 
 
