@@ -78,11 +78,12 @@ def write_run(
     steps: int = 4,
     seed: int = 0,
     without: Sequence[str] = (),
+    truth: Calibration | None = None,
 ) -> Path:
-    """Write the metrics of a run whose steps are those that the world gives, with noise on every number."""
+    """Write the metrics of a run whose steps are those of the world, or of ``truth``, with noise on each number."""
     training = Training(samples * where.world_size)
     plan = layout_plan(where, model, training, sharding)
-    truth = world.constants()
+    truth = truth or world.constants()
     real_cluster, real_costs = truth.applied(where, model)
     step = simulate(plan, real_cluster, real_costs, training, constants=truth.devices)
     random = np.random.default_rng(seed)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_hetero.cli import main
-from lightning_hetero.cluster import Cluster, Link
+from lightning_hetero.cluster import Cluster, Fabric, Link
 from lightning_hetero.costs import ModelCosts
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.plan import PipelinePlan
@@ -14,7 +14,7 @@ from lightning_hetero.planner.training import Training
 from lightning_hetero.simulator.calibration import Calibration, DeviceConstants
 from lightning_hetero.simulator.simulate import simulate
 from tests import cli_runs
-from tests.calibration_runs import World, cluster, costs, plan_of, write_run
+from tests.calibration_runs import WITHIN, World, cluster, costs, plan_of, write_run
 from tests.report_runs import pipeline_plan
 from tests.report_runs import write_run as write_any_run
 
@@ -237,3 +237,22 @@ def test_plan_and_simulate_take_the_file(files, capsys):
     shown = capsys.readouterr().out
     assert "calibrate with measured runs" not in shown  # the optimizer's seconds are known
     assert isinstance(ModelCosts.load(files / "large.json"), ModelCosts)
+
+
+def test_network_cards_and_pairs_stay_what_they_are(files):
+    pair, cards = Link(8e9, 20e-6), Fabric(2e9, 100e-6, nics=2, half_bandwidth_nodes=64)
+    where = replace(cluster(), within_pair=pair, between_nodes=cards)
+    where.to_yaml(files / "cards.yaml")
+    real = Fabric(1e9, 150e-6, nics=2, half_bandwidth_nodes=64)
+    truth = replace(World().constants(), links={"within_pair": pair, "within_node": WITHIN, "between_nodes": real})
+    runs = [(LARGE, "FULL_SHARD"), (LARGE, "HYBRID_4"), (SMALL, "FULL_SHARD"), (SMALL, "HYBRID_4")]
+    paths = [
+        write_run(files / f"run-{index}", World(), where, model, sharding, 2, truth=truth)
+        for index, (model, sharding) in enumerate(runs)
+    ]
+    assert calibrate(files, paths, where="cards.yaml") == 0
+    links = found(files).links
+    assert (links["between_nodes"].nics, links["between_nodes"].half_bandwidth_nodes) == (2, 64)
+    assert links["between_nodes"].bandwidth_bytes_per_s == pytest.approx(1e9, rel=0.01)
+    assert links["within_node"].bandwidth_bytes_per_s == pytest.approx(WITHIN.bandwidth_bytes_per_s, rel=0.01)
+    assert "within_pair" not in links  # no group was a pair

@@ -189,3 +189,20 @@ def test_help_lists_the_bundled_clusters(capsys):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         assert "lab_3090_4090" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_options_of_communication_and_the_engine_are_simulated(files):
+    def step_s(*more) -> float:
+        arguments = ["--sharding", "FULL_SHARD", "--global-batch", "16", *more, "--out", str(files / "o.json")]
+        assert simulated(files, *arguments, batch=()) == 0
+        return read(files / "o.json")["points"][0]["step_s"]
+
+    ahead = step_s()
+    assert step_s("--backward-prefetch", "NONE") > ahead
+    assert step_s("--limit-all-gathers", "1") >= ahead
+    assert step_s("--engine", "fsdp1") != ahead
+
+
+def test_a_limit_that_is_none_is_refused(files, capsys):
+    message = cli_runs.failed(capsys, lambda: simulated(files, "--limit-all-gathers", "many"))
+    assert "limit_all_gathers is 'many': use True (2 in flight)" in message

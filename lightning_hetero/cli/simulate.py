@@ -71,6 +71,26 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         allow_abbrev=False,
     )
     add_cluster_argument(parser)
+    _add_what(parser)
+    _add_how(parser)
+    parser.add_argument(
+        "--add",
+        action="append",
+        default=[],
+        metavar="NxTYPE[@SPEED]",
+        help="what one more node of these devices would bring, such as 8xA100-80GB or 4xL4@40TFLOP/s; repeatable",
+    )
+    parser.add_argument(
+        "--remove", action="append", default=[], metavar="NODE", help="what this node less would cost; repeatable"
+    )
+    parser.add_argument("--plot", metavar="PNG", help="picture of throughput over ranks, with the ideal")
+    parser.add_argument("--trace", metavar="FILE", help="chrome trace of the one step that is simulated (JSON)")
+    parser.add_argument("--out", metavar="FILE", help="all figures (JSON)")
+    parser.set_defaults(run=run)
+
+
+def _add_what(parser: argparse.ArgumentParser) -> None:
+    """What is simulated: plan, models, shardings, nodes, batch."""
     parser.add_argument("--plan", metavar="FILE", help='plan file (JSON), of "plan" or a strategy')
     parser.add_argument("--costs", metavar="FILE", help='costs file (JSON), of "profile"; or --models')
     parser.add_argument(
@@ -97,6 +117,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument(
         "--batch-per-rank", type=positive_integer, metavar="N", help="samples per step, times the ranks"
     )
+
+
+def _add_how(parser: argparse.ArgumentParser) -> None:
+    """How steps are run."""
     add_training_arguments(parser)
     parser.add_argument(
         "--activation-checkpointing", action="store_true", help="layouts by name run blocks' forwards again in backward"
@@ -116,20 +140,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="all-gathers in flight, of layouts by name: true is 2, false no limit (default: true)",
     )
     parser.add_argument("--even", action="store_true", help="layouts by name have equal shares, not shares by speed")
-    parser.add_argument(
-        "--add",
-        action="append",
-        default=[],
-        metavar="NxTYPE[@SPEED]",
-        help="what one more node of these devices would bring, such as 8xA100-80GB or 4xL4@40TFLOP/s; repeatable",
-    )
-    parser.add_argument(
-        "--remove", action="append", default=[], metavar="NODE", help="what this node less would cost; repeatable"
-    )
-    parser.add_argument("--plot", metavar="PNG", help="picture of throughput over ranks, with the ideal")
-    parser.add_argument("--trace", metavar="FILE", help="chrome trace of the one step that is simulated (JSON)")
-    parser.add_argument("--out", metavar="FILE", help="all figures (JSON)")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

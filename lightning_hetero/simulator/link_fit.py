@@ -41,7 +41,10 @@ NOTICED = 0.02
 
 _UNKNOWN = Link(1e9, 50e-6)
 _BANDWIDTHS, _LATENCIES = np.logspace(8, 12, 5), np.logspace(-6, -3, 4)
-_STEP, _ROUNDS = 1e-3, 40
+_BOUNDS = tuple((float(np.log(low)), float(np.log(high))) for low, high in ((1e6, 1e13), (1e-8, 1e-1)))
+"""logarithms of what bandwidths and latencies may be"""
+
+_STEP, _ROUNDS, _CONVERGED = 1e-3, 40, 1e-6
 _LEAST_LATENCY_S = 1e-9
 _STRONGLY, _MOST_DOUBLINGS = 0.3, 20
 _NAMES = ("bandwidth", "latency")
@@ -84,11 +87,9 @@ def fit_links(runs: Sequence[MeasuredRun], calibration: Calibration) -> LinkFit:
         ]
         return found
     fit = _Fit(usable, calibration, names)
-    for name in names:
-        fit.search(name)
     free: list[Constant] = [(name, which) for name in names for which in (0, 1)]
     if free:
-        fit.solve(free)
+        fit.solve_from_everywhere(free)
         free = fit.without_part(free)
     told = fit.told(free)
     by = f"exposed communication of {len(usable)} runs ({', '.join(run.name for run in usable[:4])})"
@@ -161,7 +162,20 @@ class _Fit:
             self.values[constant] = here
         return np.stack(columns, axis=1)
 
-    def search(self, name: str) -> None:
+    def solve_from_everywhere(self, free: Sequence[Constant]) -> None:
+        """Solve from the cluster file's values and, where that leaves much unexplained, from the best of a grid."""
+        self.solve(free)
+        best = self.error(), dict(self.values)
+        if self._root(best[0]) < TOLD:
+            return
+        for _ in range(2):  # the place of the first link depends on where the others are
+            for name in self.names:
+                self._search(name)
+        self.solve(free)
+        if self.error() > best[0]:
+            self.values = best[1]
+
+    def _search(self, name: str) -> None:
         """Put a link where predictions come nearest to what was measured, over a grid."""
         found = []
         for bandwidth in _BANDWIDTHS:
@@ -182,10 +196,11 @@ class _Fit:
             move = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-9), jacobian.T @ residual)
             before = {constant: self.values[constant] for constant in free}
             for constant, change in zip(free, np.clip(move, -1, 1), strict=True):
-                self.values[constant] += float(change)
+                low, high = _BOUNDS[constant[1]]
+                self.values[constant] = min(high, max(low, self.values[constant] + float(change)))
             after = self.error()
             if after < error:
-                if error - after < 1e-12:
+                if error - after < _CONVERGED * error + _CONVERGED**2:
                     return
                 error, damping = after, damping / 4
             else:

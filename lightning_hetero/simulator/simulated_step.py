@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_hetero.cluster import Cluster
+from lightning_hetero.cluster import Cluster, Device
 from lightning_hetero.simulator.calibration import DeviceConstants
 
 COMPUTE, COMMUNICATION, REST = "compute", "communication", "rest"
@@ -192,34 +192,44 @@ def whole_step(
     known = [constants.get(device.type, DeviceConstants()) for device in cluster.devices]
     tails = [own.tail_s(each.parameters) for own, each in zip(known, seconds, strict=True)]
     step_s = backward_end_s + max(tails)
-    ranks, after = [], []
-    for rank, (device, each, own, tail_s) in enumerate(zip(cluster.devices, seconds, known, tails, strict=True)):
-        # Rounding must not make a rank that is always busy wait for less than nothing.
-        rest_s = each.rest_s + tail_s
-        idle_s = max(0.0, step_s - each.busy_s - each.exposed_s - rest_s)
-        energy_j = None
-        if own.busy_power_w is not None and own.idle_power_w is not None:
-            energy_j = own.busy_power_w * each.busy_s + own.idle_power_w * (step_s - each.busy_s)
-        ranks.append(
-            SimulatedRank(
-                rank,
-                device.type,
-                device.node,
-                each.samples,
-                each.busy_s,
-                each.exposed_s,
-                rest_s,
-                idle_s,
-                each.peak_bytes,
-                device.memory_bytes,
-                energy_j,
-            )
+    ranks = tuple(
+        _rank(rank, device, each, own, step_s)
+        for rank, (device, each, own) in enumerate(zip(cluster.devices, seconds, known, strict=True))
+    )
+    after = [
+        StepSpan(
+            rank,
+            REST,
+            "optimizer, input, Python" if each.parameters else "input, Python",
+            backward_end_s,
+            backward_end_s + tail_s,
         )
-        if tail_s:
-            name = "optimizer, input, Python" if each.parameters else "input, Python"
-            after.append(StepSpan(rank, REST, name, backward_end_s, backward_end_s + tail_s))
+        for rank, (each, tail_s) in enumerate(zip(seconds, tails, strict=True))
+        if tail_s
+    ]
     unknown = sorted({rank.device for rank in ranks if rank.energy_j is None})
     why = f"watts of {', '.join(unknown)} are not known: calibrate with runs that had RankEnergy" if unknown else ""
     if not any(rank.rest_s for rank in ranks):
         assumed = [*assumed, "the optimizer's step, input and Python take no time: calibrate with measured runs"]
-    return SimulatedStep(strategy, global_batch_size, step_s, tuple(ranks), (*spans, *after), tuple(assumed), why)
+    return SimulatedStep(strategy, global_batch_size, step_s, ranks, (*spans, *after), tuple(assumed), why)
+
+
+def _rank(rank: int, device: Device, seconds: RankSeconds, own: DeviceConstants, step_s: float) -> SimulatedRank:
+    rest_s = seconds.rest_s + own.tail_s(seconds.parameters)
+    energy_j = None
+    if own.busy_power_w is not None and own.idle_power_w is not None:
+        energy_j = own.busy_power_w * seconds.busy_s + own.idle_power_w * (step_s - seconds.busy_s)
+    return SimulatedRank(
+        rank,
+        device.type,
+        device.node,
+        seconds.samples,
+        seconds.busy_s,
+        seconds.exposed_s,
+        rest_s,
+        # Rounding must not make a rank that is always busy wait for less than nothing.
+        max(0.0, step_s - seconds.busy_s - seconds.exposed_s - rest_s),
+        seconds.peak_bytes,
+        device.memory_bytes,
+        energy_j,
+    )
