@@ -6,10 +6,10 @@ moved until the squares of the differences are least (Levenberg 1944, Marquardt 
 seconds.
 
 A constant is told by the runs only if moving it changes some prediction in a way that no other constant can undo: what
-remains of its column of derivatives without the other columns (:data:`TOLD`). Messages of one size, say, fix only the
-sum ``latency + size / bandwidth``. One that hardly moves any prediction (:data:`FELT`) plays no part in the runs, if
-it cannot play one either: with a value that is felt, the others moved as well as they can be, the runs are explained
-worse. A link is fitted where all of it that plays a part is told.
+remains of its column of derivatives without the other columns, next to the noise (:data:`SURE`). Messages of one size,
+say, fix only the sum ``latency + size / bandwidth``. One that hardly moves any prediction (:data:`FELT`) plays no part
+in the runs, if it cannot play one either: with a value that is felt, the others moved as well as they can be, the runs
+are explained worse. A link is fitted where all of it that plays a part is told.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ Floats = NDArray[np.float64]
 FELT = 0.05
 """a constant plays a part where a change of it by a factor e moves a prediction by this share of what was measured"""
 
-TOLD = 0.03
-"""as much must be left when other constants undo what they can: one told no better is known within a third, where
-measured seconds have 1 % of noise"""
+NOISE = 0.01
+"""share of what was measured that is noise at least; more where the best fit leaves more unexplained"""
+
+SURE = 3.0
+"""a constant is told where moving it by a factor e explains the runs worse by as many times the noise, whatever the
+others do: where noise is 1 %, it is known within a third then"""
 
 NOTICED = 0.02
 """seconds of communication below this share of the step are noise"""
@@ -166,7 +169,7 @@ class _Fit:
         """Solve from the cluster file's values and, where that leaves much unexplained, from the best of a grid."""
         self.solve(free)
         best = self.error(), dict(self.values)
-        if self._root(best[0]) < TOLD:
+        if best[0] < len(self.runs) * NOISE**2:
             return
         for _ in range(2):  # the place of the first link depends on where the others are
             for name in self.names:
@@ -220,7 +223,7 @@ class _Fit:
             if link is not None:
                 self.values[constant] = _logarithm(link.latency_s if constant[1] else link.bandwidth_bytes_per_s)
                 self.solve(free)
-                if self._root(self.error()) > self._root(error) + TOLD:
+                if self._is_worse(error, free):
                     self.values = before
         return free
 
@@ -233,27 +236,32 @@ class _Fit:
             if np.linalg.norm(self.derivatives([constant])) >= _STRONGLY:
                 break
         self.solve(others)
-        worse = self._root(self.error()) > self._root(error) + TOLD
+        worse = self._is_worse(error, free)
         self.values = before
         return worse
 
-    def _root(self, error: float) -> float:
-        """Root of the mean square."""
-        return float(np.sqrt(error / len(self.runs)))
+    def _is_worse(self, error: float, free: Sequence[Constant]) -> bool:
+        """Whether the runs are explained worse than with this error of the best fit, beyond noise."""
+        return self.error() - error > (SURE * self._noise(error, free)) ** 2
+
+    def _noise(self, error: float, free: Sequence[Constant]) -> float:
+        """Of one run, from what the best fit leaves unexplained."""
+        return max(NOISE, float(np.sqrt(error / max(1, len(self.runs) - len(free)))))
 
     def told(self, free: Sequence[Constant]) -> set[Constant]:
         """Those whose part none of the others can play."""
         if not free:
             return set()
-        columns = self.derivatives(free)
-        return {constant for index, constant in enumerate(free) if _own(columns, index) >= TOLD}
+        columns, least = self.derivatives(free), SURE * self._noise(self.error(), free)
+        return {constant for index, constant in enumerate(free) if _own(columns, index) >= least}
 
     def problem(self, name: str, own: Sequence[Constant], told: set[Constant]) -> str:
         """Why a link is not fitted, and which run would tell; empty where it is."""
         if not own:
             return (
-                "nothing in these runs depends on it, since compute hides what is sent over it: a run with less batch "
-                "a rank, or with NO_SHARD, would show it; discover measures it by itself"
+                "nothing in these runs depends on it: compute hides what is sent over it, or it is faster than a link "
+                "that the same messages take; a run with less batch a rank, or with shard groups that use no other "
+                "link, would show it; discover measures it by itself"
             )
         if told.issuperset(own):
             missing = [_NAMES[which] for which in (0, 1) if (name, which) not in own]
@@ -266,8 +274,8 @@ class _Fit:
             )
         count = len(self.runs)
         runs = f"{count} run{'s' if count > 1 else ''}"
-        columns = self.derivatives(own)
-        if all(_own(columns, index) >= TOLD for index in range(len(own))):
+        columns, least = self.derivatives(own), SURE * self._noise(self.error(), own)
+        if all(_own(columns, index) >= least for index in range(len(own))):
             return (
                 f"it cannot be told apart from the other link by {runs}: a run whose shard groups lie within a node "
                 "(HYBRID_k), or one on a single node, would tell; discover measures both"
