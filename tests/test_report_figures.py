@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from lightning_hetero.report.figures import RUN_FIGURES
 from lightning_hetero.report.rank_bars import parts_figure, planned_figure, rates_figure
 from lightning_hetero.report.run import Run, read_runs
-from lightning_hetero.report.scaling import scaling_lines
-from lightning_hetero.report.scaling_plot import scaling_figure
+from lightning_hetero.report.scaling import Point, ScalingLine, scaling_lines
+from lightning_hetero.report.scaling_plot import scaling_figure, scaling_title
 from lightning_hetero.report.style import COLORS, MEASURED, PLANNED
 from lightning_hetero.report.timeline import timeline_figure
 from tests.report_runs import SECONDS, pipeline_plan, shard_plan, write_run
@@ -117,6 +117,19 @@ def test_scaling(tmp_path: Path) -> None:
     assert (total.get_xlabel(), total.get_ylabel()) == ("ranks", "throughput (samples/s)")
     assert list(share.lines[0].get_xydata()[:, 1]) == [100, 100]
     assert list(share.lines[1].get_xydata()[:, 1]) == pytest.approx([60, 100 * 8 / (5 / 0.75 + 5)])
+
+
+def test_simulated_scaling_says_so_and_weak_is_not_strong() -> None:
+    points = {
+        each: tuple(Point("c", n, frozenset({"d"}), 8 * (n if each == "weak" else 1), 4.0 * n, None) for n in (1, 2))
+        for each in ("weak", "strong")
+    }
+    lines = {each: ScalingLine("FULL_SHARD", False, own, simulated=True) for each, own in points.items()}
+    assert scaling_title([lines["weak"]]) == "Weak scaling"
+    assert scaling_title([lines["strong"]]) == "Strong scaling"
+    assert scaling_title(list(lines.values())).startswith("Scaling, samples a rank differ")
+    total, _ = scaling_figure([lines["strong"]]).axes
+    assert total.lines[0].get_label() == "FULL_SHARD, simulated"
 
 
 def test_every_figure_says_that_devices_are_emulated(tmp_path: Path) -> None:

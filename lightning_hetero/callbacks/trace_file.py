@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,17 @@ from typing import Any
 from lightning_hetero.callbacks.span_recorder import ActionSpan, UnitSpan
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.profiler.step_timeline import Span
+from lightning_hetero.simulator.chrome_trace import (
+    Event,
+    process_events,
+    sort_index_event,
+    span_event,
+    thread_events,
+)
 from lightning_hetero.simulator.planned_step import PlannedStep
 
 MARK = "lightning_hetero: all ranks have met"
 """what is noted in each rank's trace at time 0"""
-
-Event = dict[str, Any]
 
 _PLANNED, _MEASURED, _PARTS, _FIRST = 1, 2, 3, 100
 _PROCESSES_OF_A_RANK = 100
@@ -86,22 +91,25 @@ def merged_trace(
     events: list[Event] = []
     missing: list[str] = []
     if isinstance(planned, str):
-        events += _process(_PLANNED, f"planned: absent, {planned}")
+        events += process_events(_PLANNED, f"planned: absent, {planned}")
         missing.append(f"no planned timeline: {planned}")
     else:
-        events += _process(_PLANNED, f"planned{f' ({planned.assumed})' if planned.assumed else ''}{label}")
+        events += process_events(_PLANNED, f"planned{f' ({planned.assumed})' if planned.assumed else ''}{label}")
         events += _threads(_PLANNED, ranks)
-        events += [_span(_PLANNED, each.rank, each.name, each.start_s, each.end_s, each.kind) for each in planned.spans]
-    events += [*_process(_MEASURED, f"measured{label}"), *_threads(_MEASURED, ranks)]
-    events += [*_process(_PARTS, f"measured, parts of the step{label}"), *_threads(_PARTS, ranks)]
+        events += [
+            span_event(_PLANNED, each.rank, each.name, each.start_s, each.end_s, each.kind) for each in planned.spans
+        ]
+    events += [*process_events(_MEASURED, f"measured{label}"), *_threads(_MEASURED, ranks)]
+    events += [*process_events(_PARTS, f"measured, parts of the step{label}"), *_threads(_PARTS, ranks)]
     for rank, own in enumerate(ranks):
         if own.actions:
-            events += [_span(_MEASURED, rank, name, start, end, "action") for name, start, end in own.actions]
+            events += [span_event(_MEASURED, rank, name, start, end, "action") for name, start, end in own.actions]
         else:
             events += [
-                _span(_MEASURED, rank, f"{name} {phase}", start, end, phase) for name, phase, start, end in own.units
+                span_event(_MEASURED, rank, f"{name} {phase}", start, end, phase)
+                for name, phase, start, end in own.units
             ]
-        events += [_span(_PARTS, rank, name, start, end, "part") for name, start, end in own.parts]
+        events += [span_event(_PARTS, rank, name, start, end, "part") for name, start, end in own.parts]
         if own.trace is None:
             continue
         try:
@@ -142,33 +150,9 @@ def rank_events(path: Path, rank: int, size_bytes: int) -> list[Event]:
         if own.get("ph") == "M" and own.get("name") == "process_name":
             own["args"] = {"name": f"rank {rank}: {own['args'].get('name', '')}"}
         found.append(own)
-    found += [_sort_index(pid) for pid in processes.values()]
+    found += [sort_index_event(pid) for pid in processes.values()]
     return found
 
 
-def _process(pid: int, name: str) -> Iterable[Event]:
-    yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}}
-    yield _sort_index(pid)
-
-
-def _sort_index(pid: int) -> Event:
-    return {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
-
-
-def _threads(pid: int, ranks: Sequence[RankTimeline]) -> Iterable[Event]:
-    for rank, own in enumerate(ranks):
-        name = f"rank {rank} ({own.device})"
-        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": rank, "args": {"name": name}}
-        yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": rank, "args": {"sort_index": rank}}
-
-
-def _span(pid: int, rank: int, name: str, start_s: float, end_s: float, category: str) -> Event:
-    return {
-        "ph": "X",
-        "pid": pid,
-        "tid": rank,
-        "name": name,
-        "cat": category,
-        "ts": start_s * 1e6,
-        "dur": (end_s - start_s) * 1e6,
-    }
+def _threads(pid: int, ranks: Sequence[RankTimeline]) -> Iterator[Event]:
+    return thread_events(pid, (f"rank {rank} ({own.device})" for rank, own in enumerate(ranks)))

@@ -1,4 +1,4 @@
-"""The command line: ``lightning-hetero doctor | discover | profile | plan | report``."""
+"""The command line: ``lightning-hetero doctor | discover | profile | plan | simulate | calibrate | report``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ Plan the training of one model on unequal devices.
   discover   what devices there are: type, free memory, speed, links          -> cluster.yaml
   profile    what every unit of a model costs: FLOPs, bytes, seconds          -> costs.json
   plan       who does what: shard groups and batch shares, or pipeline stages -> plan.json
+  simulate   what a step would take: of a plan, or over nodes, models, shardings -> tables, plots, traces
+  calibrate  constants that explain measured steps, for plan and simulate    -> calibration.json
   report     what every rank of a run did, against what was planned           -> tables, plots, report.html
 
 Every file is meant to be read, and may be edited by hand. The strategy hetero_fsdp does all of this by itself, for any
@@ -28,7 +30,7 @@ training cannot start; 2 wrong arguments, a wrong file, or no plan that fits, wi
 interrupted."""
 
 
-COMMANDS = ("doctor", "discover", "profile", "plan", "report")
+COMMANDS = ("doctor", "discover", "profile", "plan", "simulate", "calibrate", "report")
 
 
 def parser(only: str | None = None) -> argparse.ArgumentParser:

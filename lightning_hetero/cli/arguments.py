@@ -20,6 +20,25 @@ def positive_integers(text: str) -> tuple[int, ...]:
     return values
 
 
+def node_counts(text: str) -> tuple[int, ...]:
+    """``1,2,4`` as (1, 2, 4), each once, ascending."""
+    try:
+        values = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or min(values) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: write whole numbers of nodes with commas, such as 1,2,4")
+    return tuple(sorted(set(values)))
+
+
+def names(text: str) -> tuple[str, ...]:
+    """``a,b`` as ("a", "b"), each once."""
+    found = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r}: write names with commas")
+    return found
+
+
 def positive_integer(text: str) -> int:
     """A whole number, 1 or more."""
     try:

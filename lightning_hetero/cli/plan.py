@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_hetero.cli.arguments import positive_integer
-from lightning_hetero.cli.profile import add_model_arguments, counted_costs
+from lightning_hetero.cli.cluster_argument import add_cluster_argument
+from lightning_hetero.cli.model_costs import add_training_arguments, read_calibration, read_costs, unmeasured
+from lightning_hetero.cli.profile import add_model_arguments
 from lightning_hetero.cluster import Cluster
+from lightning_hetero.cluster.bundled_clusters import load_cluster
 from lightning_hetero.costs import ModelCosts
-from lightning_hetero.errors import HeteroError, InfeasibleError
+from lightning_hetero.errors import InfeasibleError
 from lightning_hetero.plan import PipelinePlan, ShardPlan
 from lightning_hetero.planner.even import even_pipeline_plan, even_shard_plan
 from lightning_hetero.planner.pipeline import PipelineSearch, plan_pipeline, search_pipeline
@@ -45,9 +48,6 @@ Trainer(strategy=HeteroFSDPStrategy(plan="plan.json")) trains a model of that na
 HeteroPipelineStrategy(plan="plan.json") by one of pipelines. The file may be edited by hand, and is checked when it is
 read."""
 
-_COMPUTE = {"64-true": "float64", "bf16-true": "bfloat16", "16-true": "float16"}
-_COMPUTE |= {"bf16-mixed": "bfloat16", "16-mixed": "float16", "32-true": "float32"}
-
 
 @dataclass(frozen=True)
 class Planned:
@@ -79,9 +79,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--cluster", required=True, metavar="FILE", help='cluster file (YAML), of "discover" or written by hand'
-    )
+    add_cluster_argument(parser)
     parser.add_argument("--costs", metavar="FILE", help='costs file (JSON), of "profile"; or --model')
     add_model_arguments(parser, required=False)
     parser.add_argument(
@@ -97,18 +95,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         metavar="N",
         help="samples per optimizer step over all ranks",
     )
-    parser.add_argument(
-        "--precision",
-        default="32-true",
-        metavar="NAME",
-        help=f"of the training, in Lightning's words: {', '.join(_COMPUTE)} (default: 32-true)",
-    )
-    parser.add_argument(
-        "--optimizer",
-        default="adamw",
-        metavar="NAME",
-        help="whose state takes memory: adamw, adam, sgd-momentum, rmsprop, adagrad or sgd (default: adamw)",
-    )
+    add_training_arguments(parser)
     parser.add_argument("--out", metavar="FILE", help="plan file to write (JSON)")
     parser.add_argument(
         "--explain",
@@ -120,7 +107,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 def run(options: argparse.Namespace) -> int:
     """Plan, write the file, show it."""
-    cluster = Cluster.from_yaml(options.cluster)
+    cluster = load_cluster(options.cluster)
     training = Training(options.global_batch, options.precision, options.optimizer)
     with progress_bar("planning") as progress:
         steps = [*(["counting the model"] if options.costs is None else []), *_names(options.strategy)]
@@ -129,7 +116,11 @@ def run(options: argparse.Namespace) -> int:
         def begin(step: str) -> None:
             progress(steps.index(step), len(steps), step)
 
-        costs, notes = _costs(options, begin)
+        costs, notes = read_costs(options.costs, options.model, options.sequence, options.precision, begin)
+        calibration, more = read_calibration(options.calibration, cluster)
+        notes += [*more, *unmeasured(costs, cluster)]
+        if calibration is not None:
+            cluster, costs = calibration.applied(cluster, costs)
         planned, rejected = plan_with(options.strategy, cluster, costs, training, begin=begin)
         if options.explain:
             begin(_EXPLAINING)
@@ -142,7 +133,7 @@ def run(options: argparse.Namespace) -> int:
     screen.print(plan_table(plan, cluster, planned.even))
     misfits = _misfits(planned.even, cluster)
     lines = plan_lines(plan, planned.even, misfit=bool(misfits)) + misfits + rejected
-    lines += notes + _unmeasured(costs, cluster) + _beyond_measured(plan, costs, cluster)
+    lines += notes + _beyond_measured(plan, costs, cluster)
     if options.explain:
         screen.print(tried_table(explanation))
         lines += explanation_lines(explanation)
@@ -224,46 +215,6 @@ _SEARCHES: dict[str, Callable[[Cluster, ModelCosts, Training], ShardSearch | Pip
 }
 
 _EXPLAINING = "looking for what would help"
-
-
-def _costs(options: argparse.Namespace, begin: Callable[[str], None]) -> tuple[ModelCosts, list[str]]:
-    """The costs, and what to mind about them."""
-    dtype = _COMPUTE[options.precision]
-    if (options.costs is None) == (options.model is None):
-        given = "neither --costs nor --model is" if options.costs is None else "both --costs and --model are"
-        raise HeteroError(f"{given} given: give a costs file, or the name of a model")
-    notes = []
-    if options.costs is not None:
-        if options.sequence is not None:
-            raise HeteroError(
-                f"--sequence is {options.sequence}, and the costs file says what a sample is: leave it out"
-            )
-        costs = ModelCosts.load(options.costs)
-        if costs.dtype != dtype:
-            notes.append(
-                f"mind: the costs were taken in {costs.dtype}, and {options.precision} computes in {dtype}: "
-                f"seconds and activation bytes are those of {costs.dtype}; profile with --dtype {dtype}"
-            )
-    else:
-        begin("counting the model")
-        costs = counted_costs(options.model, dtype, options.sequence)
-    if options.precision.endswith("-mixed") and costs.dtype == dtype:
-        notes.append(
-            f"mind: {options.precision} keeps some activations in 32 bits, and the costs count them as {dtype}: "
-            "leave some memory free"
-        )
-    return costs, notes
-
-
-def _unmeasured(costs: ModelCosts, cluster: Cluster) -> list[str]:
-    kinds = [kind for kind in cluster.types if kind not in costs.timed_types]
-    if not kinds:
-        return []
-    where = ", ".join(kinds)
-    text = (
-        f"seconds on {where} were not measured: they are FLOPs over the device's speed, which real models seldom reach"
-    )
-    return [f'{text}; "lightning-hetero profile" measures them']
 
 
 def _beyond_measured(plan: Plan, costs: ModelCosts, cluster: Cluster) -> list[str]:

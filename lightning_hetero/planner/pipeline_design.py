@@ -206,7 +206,7 @@ class Problem:
         if shortages:
             return Outcome(float("inf"), checkpointing, peak_bytes=peaks, shortages=tuple(shortages))
         compute = max(max(run.stage_end_s) for run in runs)
-        reductions = self._reductions(design.pipelines)
+        reductions = self.reductions(design.pipelines)
         step = compute
         if reductions:
             ends = [run.stage_end_s for run in runs]
@@ -299,7 +299,7 @@ class Problem:
             peaks.append(peak)
         return tuple(recompute), tuple(peaks)
 
-    def _reductions(self, pipelines: Sequence[PipelineDesign]) -> list[Reduction]:
+    def reductions(self, pipelines: Sequence[PipelineDesign]) -> list[Reduction]:
         """Sums of gradients between the owners of the same units, and of tied parameters between theirs."""
         found: list[tuple[tuple[int, ...], float]] = []
         per_parameter = self.training.state.gradient

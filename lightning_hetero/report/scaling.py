@@ -43,11 +43,13 @@ class ScalingLine:
         strategy: its name.
         emulated: whether the devices are emulated.
         points: by ranks.
+        simulated: whether nothing was run, and throughputs are predictions.
     """
 
     strategy: str
     emulated: bool
     points: tuple[Point, ...]
+    simulated: bool = False
 
     @property
     def label(self) -> str:
@@ -59,6 +61,17 @@ class ScalingLine:
         """Whether each rank has as many samples in all runs."""
         each = [point.samples / point.ranks for point in self.points]
         return max(each) <= min(each) * (1 + _SAME)
+
+    @property
+    def is_strong(self) -> bool:
+        """Whether all runs have as many samples in a step."""
+        samples = [point.samples for point in self.points]
+        return max(samples) <= min(samples) * (1 + _SAME)
+
+    @property
+    def origin(self) -> str:
+        """Where its throughputs are from."""
+        return "simulated" if self.simulated else "measured"
 
     def ideal(self, point: Point) -> float | None:
         """Samples/s of as many ranks as the point has, at what each rank of the smallest run does.

@@ -21,6 +21,21 @@ def scaling_figure(lines: Sequence[ScalingLine]) -> Figure:
     """
     figure = new_figure(11.5, 4.8)
     total, share = figure.subplots(1, 2)
+    draw_scaling(total, share, lines)
+    several = [line for line in lines if len(line.points) > 1]
+    title(figure, scaling_title(several) if several else "Throughput over ranks", any(line.emulated for line in lines))
+    return figure
+
+
+def scaling_title(lines: Sequence[ScalingLine]) -> str:
+    """Which scaling lines of several runs show."""
+    if all(line.is_weak for line in lines):
+        return "Weak scaling"
+    return "Strong scaling" if all(line.is_strong for line in lines) else "Scaling, samples a rank differ between runs"
+
+
+def draw_scaling(total: Axes, share: Axes, lines: Sequence[ScalingLine]) -> None:
+    """Draw lines into two panels: samples/s over ranks, and the share of the ideal."""
     counts = sorted({point.ranks for line in lines for point in line.points})
     for color, line in zip(LINES * len(lines), lines, strict=False):
         _draw(total, share, line, color)
@@ -36,12 +51,8 @@ def scaling_figure(lines: Sequence[ScalingLine]) -> Figure:
     total.set_ylabel("throughput (samples/s)")
     share.set_ylabel("share (%)")
     for axes in (total, share):
-        axes.legend(fontsize=8, frameon=False)
-    several = [line for line in lines if len(line.points) > 1]
-    weak = "Weak scaling" if all(line.is_weak for line in several) else "Scaling, samples a rank differ between runs"
-    what = weak if several else "Throughput over ranks"
-    title(figure, what, any(line.emulated for line in lines))
-    return figure
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8, frameon=False)
 
 
 def _draw(total: Axes, share: Axes, line: ScalingLine, color: str) -> None:
@@ -49,7 +60,7 @@ def _draw(total: Axes, share: Axes, line: ScalingLine, color: str) -> None:
     there = [(point, point.samples_per_s) for point in line.points if point.samples_per_s is not None]
     if not there:
         return
-    _plot(total, [(point.ranks, value) for point, value in there], f"{line.label}, measured", color, marker="o")
+    _plot(total, [(point.ranks, value) for point, value in there], f"{line.label}, {line.origin}", color, marker="o")
     ideal = [(point.ranks, value, best) for point, value in there if (best := line.ideal(point)) is not None]
     if ideal:
         label = f"{line.label}, ideal from the smallest"

@@ -32,7 +32,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lightning_hetero.cluster import Cluster, Link
+from lightning_hetero.cluster import Cluster, Fabric, Link
 from lightning_hetero.errors import HeteroError, raise_all
 
 Spread = tuple[int, ...]
@@ -53,8 +53,13 @@ class Network:
 
     @classmethod
     def of(cls, cluster: Cluster) -> Network:
-        """The links of a cluster."""
-        return cls(cluster.within_node, cluster.between_nodes)
+        """The links of a cluster; of network cards that the ranks of a node share, each has its part."""
+        between = cluster.between_nodes
+        if isinstance(between, Fabric):
+            most = max(Counter(device.node for device in cluster.devices).values())
+            node = between.node_bandwidth_bytes_per_s(len(cluster.nodes))
+            between = Link(node / most, between.latency_s)
+        return cls(cluster.within_node, between)
 
     def unknown(self, spread: Spread) -> tuple[str, ...]:
         """Names of the links that ranks spread like this use and that are not known: they cost nothing."""

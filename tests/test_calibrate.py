@@ -1,0 +1,258 @@
+"""Constants are found again in runs of a world that has them, and refused where runs cannot tell them."""
+
+from dataclasses import replace
+
+import pytest
+
+from lightning_hetero.cli import main
+from lightning_hetero.cluster import Cluster, Fabric, Link
+from lightning_hetero.costs import ModelCosts
+from lightning_hetero.errors import HeteroError
+from lightning_hetero.plan import PipelinePlan
+from lightning_hetero.planner.pipeline import plan_pipeline
+from lightning_hetero.planner.training import Training
+from lightning_hetero.simulator.calibration import Calibration, DeviceConstants
+from lightning_hetero.simulator.simulate import simulate
+from tests import cli_runs
+from tests.calibration_runs import WITHIN, World, cluster, costs, plan_of, write_run
+from tests.report_runs import pipeline_plan
+from tests.report_runs import write_run as write_any_run
+
+LARGE, SMALL = costs(1000), costs(100)
+RUNS = [(LARGE, "FULL_SHARD"), (LARGE, "HYBRID_4"), (SMALL, "FULL_SHARD"), (SMALL, "HYBRID_2"), (LARGE, "NO_SHARD")]
+
+
+@pytest.fixture
+def files(tmp_path):
+    cluster().to_yaml(tmp_path / "cluster.yaml")
+    LARGE.save(tmp_path / "large.json")
+    SMALL.save(tmp_path / "small.json")
+    return tmp_path
+
+
+def calibrate(files, runs, *more, where="cluster.yaml", models=("large.json", "small.json")) -> int:
+    arguments = ["calibrate", *map(str, runs), "--cluster", str(files / where)]
+    for model in models:
+        arguments += ["--costs", str(files / model)]
+    return main([*arguments, "--out", str(files / "calibration.json"), *more])
+
+
+def found(files) -> Calibration:
+    return Calibration.load(files / "calibration.json")
+
+
+def several(files, world, runs=RUNS, samples=2):
+    return [
+        write_run(files / f"run-{index}", world, cluster(), model, sharding, samples, seed=index)
+        for index, (model, sharding) in enumerate(runs)
+    ]
+
+
+@pytest.mark.parametrize(("noise", "within"), [(0.0, 1e-3), (0.01, 0.05)])
+def test_the_constants_of_a_world_are_found_again(files, capsys, noise, within):
+    world = World(noise=noise)
+    assert calibrate(files, several(files, world)) == 0
+    calibration = found(files)
+    for kind, scale in zip(("fast", "slow"), world.compute, strict=True):
+        own = calibration.devices[kind]
+        assert own.compute_scale == pytest.approx(scale, rel=within)
+        assert own.fixed_s == pytest.approx(world.fixed_s, rel=within)
+        assert own.optimizer_s_per_parameter == pytest.approx(world.optimizer_s_per_parameter, rel=within)
+    for name, link in (("within_node", world.within), ("between_nodes", world.between)):
+        assert calibration.links[name].bandwidth_bytes_per_s == pytest.approx(link.bandwidth_bytes_per_s, rel=within)
+        assert calibration.links[name].latency_s == pytest.approx(link.latency_s, rel=within)
+    assert len(calibration.runs) == len(RUNS)
+    for run in calibration.runs:
+        assert abs(run.error) < max(within, 1e-3)
+        assert abs(run.uncalibrated_step_s / run.measured_step_s - 1) > 0.3
+    shown = capsys.readouterr().out
+    for text in ("compute_scale", "bandwidth, latency", "exposed communication of 5 runs", "mean error", "other runs"):
+        assert text in shown
+
+
+def test_they_explain_a_run_that_they_were_not_fitted_to(files):
+    """Another model on four nodes, with groups of another size."""
+    world = World()
+    calibrate(files, several(files, world))
+    where, model = cluster(nodes=4), costs(1600, blocks=3)
+    plan, training = plan_of(where, model, "HYBRID_8", 3), Training(3 * where.world_size)
+    truth = world.constants()
+    steps = [
+        simulate(plan, *each.applied(where, model), training, constants=each.devices) for each in (truth, found(files))
+    ]
+    assert steps[1].step_s == pytest.approx(steps[0].step_s, rel=5e-3)
+
+
+def test_one_message_size_does_not_tell_latency_from_bandwidth(files, capsys):
+    one_node = cluster(nodes=1)
+    run = write_run(files / "run", World(), one_node, SMALL, "FULL_SHARD", 2)
+    again = write_run(files / "again", World(), one_node, SMALL, "FULL_SHARD", 1)
+    for runs, count in (([run], "1 run"), ([run, again], "2 runs")):
+        assert calibrate(files, runs) == 0
+        assert f"refused: links.within_node: bandwidth and latency cannot be told apart by {count}" in (
+            capsys.readouterr().out
+        )
+        assert found(files).links == {}
+        refused = " ".join(found(files).refused)
+        for text in (
+            f"links.within_node: bandwidth and latency cannot be told apart by {count}",
+            "a run with shard groups of another size, or of a model whose blocks have another size, would tell",
+            "discover measures both",
+            "a fixed part of the optimizer's step cannot be told",
+        ):
+            assert text in refused
+    # groups of another size send parts of another size
+    halves = write_run(files / "halves", World(), one_node, SMALL, "HYBRID_2", 2)
+    assert calibrate(files, [run, halves]) == 0
+    assert found(files).links["within_node"].latency_s == pytest.approx(World().within.latency_s, rel=1e-2)
+
+
+def test_two_links_that_are_always_used_together_are_not_told_apart(files):
+    assert calibrate(files, several(files, World(), [(LARGE, "FULL_SHARD")])) == 0
+    assert found(files).links == {}
+    assert any("links.between_nodes" in text for text in found(files).refused)
+    assert any("links.within_node" in text for text in found(files).refused)
+
+
+def test_hidden_communication_says_nothing_of_links(files):
+    fast = World(within=Link(1e12, 1e-8), between=Link(1e12, 1e-8))
+    runs = [(LARGE, "FULL_SHARD"), (SMALL, "FULL_SHARD")]
+    assert calibrate(files, several(files, fast, runs, samples=4000)) == 0
+    calibration = found(files)
+    assert calibration.links == {}
+    assert sum("links." in text for text in calibration.refused) == 2
+    assert calibration.devices["fast"].compute_scale == pytest.approx(1.2, rel=1e-3)
+
+
+def test_watts_come_apart_where_ranks_wait_differently(files):
+    runs = [
+        write_run(files / f"run-{samples}", World(), cluster(), LARGE, "FULL_SHARD", samples) for samples in (1, 60)
+    ]
+    calibrate(files, runs)
+    own = found(files).devices["slow"]
+    assert own.busy_power_w == pytest.approx(300, rel=1e-3)
+    assert own.idle_power_w == pytest.approx(80, rel=1e-3)
+
+
+def test_pipelines_tell_of_devices_and_not_of_links(files):
+    where = cluster(nodes=2, per_node=1)
+    where.to_yaml(files / "pair.yaml")
+    training = Training(8)
+    plan = plan_pipeline(where, LARGE, training)
+    assert isinstance(plan, PipelinePlan)
+    step = simulate(plan, where, LARGE, training)
+    each = {"compute_s": 0.0, "optimizer_s": 1e-3, "input_s": 0.0, "rest_s": 2e-3, "blocked_s": 0.0, "messages_s": 0.0}
+    lines = {
+        rank: [
+            (
+                "step",
+                {"step": index, "samples": 8.0, **each, "compute_s": 1.5 * own.busy_s, "step_s": 1.5 * step.step_s},
+            )
+            for index in range(1, 4)
+        ]
+        for rank, own in enumerate(step.ranks)
+    }
+    write_any_run(files / "pipe", plan=plan, strategy="hetero_pipe", steps=0, samples=(8.0, 8.0), extra=lines)
+    assert calibrate(files, [files / "pipe"], where="pair.yaml") == 0
+    calibration = found(files)
+    assert [own.compute_scale for own in calibration.devices.values()] == pytest.approx([1.5, 1.5])
+    assert calibration.links == {}
+    assert "no run says how much communication is exposed" in calibration.refused[-1]
+    assert calibration.runs[0].predicted_step_s == pytest.approx(1.5 * step.step_s + 3e-3, rel=0.2)
+
+
+def test_every_run_that_cannot_be_used_is_named(files, capsys):
+    good = write_run(files / "good", World(), cluster(), LARGE, "FULL_SHARD", 2)
+    other = write_run(files / "other", World(), cluster(), costs(500), "FULL_SHARD", 2)
+    few = write_run(files / "few", World(), cluster(nodes=3), LARGE, "FULL_SHARD", 2)
+    write_any_run(files / "ddp", strategy="ddp")
+    write_any_run(files / "pipe", plan=pipeline_plan(), strategy="hetero_pipe")
+    batches = {index: {"batches": 2} for index in range(1, 5)}
+    write_any_run(files / "twice", plan=pipeline_plan(), strategy="hetero_pipe", each=batches)
+    assert calibrate(files, [good, few]) == 0  # three nodes of the same pattern
+    capsys.readouterr()
+    (files / "calibration.json").unlink()
+    runs = [good, other, files / "ddp", files / "pipe", files / "twice"]
+    message = cli_runs.failed(capsys, lambda: calibrate(files, runs))
+    for text in (
+        "other: its model has",
+        "ddp: ddp made no plan: give a run of hetero_fsdp or hetero_pipe",
+        "pipe: it ran on 1 x fast, 1 x slow, and no given cluster has these in this order",
+        "twice: its steps are several batches",
+    ):
+        assert text in message, message
+    assert not (files / "calibration.json").exists()
+
+
+def test_emulated_devices_and_real_ones_are_not_mixed(files, capsys):
+    rehearsed = replace(cluster(), emulate=True)
+    rehearsed.to_yaml(files / "emulated.yaml")
+    run = write_run(files / "run", World(), cluster(), LARGE, "FULL_SHARD", 2)
+    message = cli_runs.failed(capsys, lambda: calibrate(files, [run], where="emulated.yaml"))
+    assert "its devices are real, those of cluster 'two-kinds' emulated" in message
+    calibration = Calibration({"fast": DeviceConstants()})
+    with pytest.raises(HeteroError, match="the calibration is of real devices, cluster 'two-kinds' has emulated ones"):
+        calibration.applied(rehearsed, LARGE)
+
+
+def test_a_file_reads_back_and_all_faults_are_listed(files):
+    made = World().constants()
+    made = replace(made, sources={"links.within_node": "a test"}, refused=("links.between_nodes: a reason",))
+    made.save(files / "c.json")
+    assert Calibration.load(files / "c.json") == made
+    broken = {
+        "schema": 2,
+        "devices": {"fast": {"compute_scale": 0, "speed": 3}},
+        "links": {"wan": {"bandwidth_bytes_per_s": 1.0, "latency_s": 0.0}, "within_node": {"latency_s": -1}},
+        "runs": [{"run": "a"}],
+    }
+    with pytest.raises(HeteroError) as raised:
+        Calibration.from_dict(broken)
+    for text in ("schema: is 2", "compute_scale: is 0", "unknown key 'speed'", "links.wan: is no link", "latency_s"):
+        assert text in str(raised.value)
+
+
+def test_a_scale_is_of_what_it_was_fitted_to():
+    calibration = World().constants()
+    faster = replace(cluster(), devices=tuple(replace(d, speed_flops_per_s=9e12) for d in cluster().devices))
+    with pytest.raises(HeteroError, match=r"compute_scale of fast was fitted to FLOPs over 2 TFLOP/s.*9 TFLOP/s"):
+        calibration.applied(faster, LARGE)
+    applied, scaled = calibration.applied(cluster(), LARGE)
+    assert applied.between_nodes == World().between
+    assert scaled.units[1].timings["fast"].forward_per_sample_s == pytest.approx(1.2 * 2e2 * 12e6 / 2e12)
+    assert calibration.missing(Cluster("c", (*cluster().devices, replace(cluster().devices[0], type="new")))) == (
+        "new",
+    )
+
+
+def test_plan_and_simulate_take_the_file(files, capsys):
+    calibrate(files, several(files, World()))
+    common = ["--cluster", str(files / "cluster.yaml"), "--costs", str(files / "large.json")]
+    common += ["--calibration", str(files / "calibration.json")]
+    assert (
+        main(["plan", *common, "--global-batch", "16", "--strategy", "hetero_fsdp", "--out", str(files / "p.json")])
+        == 0
+    )
+    assert main(["simulate", *common, "--global-batch", "16", "--sharding", "FULL_SHARD"]) == 0
+    shown = capsys.readouterr().out
+    assert "calibrate with measured runs" not in shown  # the optimizer's seconds are known
+    assert isinstance(ModelCosts.load(files / "large.json"), ModelCosts)
+
+
+def test_network_cards_and_pairs_stay_what_they_are(files):
+    pair, cards = Link(8e9, 20e-6), Fabric(2e9, 100e-6, nics=2, half_bandwidth_nodes=64)
+    where = replace(cluster(), within_pair=pair, between_nodes=cards)
+    where.to_yaml(files / "cards.yaml")
+    real = Fabric(1e9, 150e-6, nics=2, half_bandwidth_nodes=64)
+    truth = replace(World().constants(), links={"within_pair": pair, "within_node": WITHIN, "between_nodes": real})
+    runs = [(LARGE, "FULL_SHARD"), (LARGE, "HYBRID_4"), (SMALL, "FULL_SHARD"), (SMALL, "HYBRID_4")]
+    paths = [
+        write_run(files / f"run-{index}", World(), where, model, sharding, 2, truth=truth)
+        for index, (model, sharding) in enumerate(runs)
+    ]
+    assert calibrate(files, paths, where="cards.yaml") == 0
+    links = found(files).links
+    assert (links["between_nodes"].nics, links["between_nodes"].half_bandwidth_nodes) == (2, 64)
+    assert links["between_nodes"].bandwidth_bytes_per_s == pytest.approx(1e9, rel=0.01)
+    assert links["within_node"].bandwidth_bytes_per_s == pytest.approx(WITHIN.bandwidth_bytes_per_s, rel=0.01)
+    assert "within_pair" not in links  # no group was a pair
