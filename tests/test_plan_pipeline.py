@@ -72,6 +72,17 @@ def test_against_exhaustive_search():
     assert_small([gap_to_exhaustive(seed, 3, 6, 8) for seed in range(1000, 1020)])
 
 
+def test_more_devices_behind_a_slow_link_do_not_make_it_slower():
+    # a layout by types alone joins nodes, whose messages then take longer than all work
+    links = {"within": Link(16e9, 1e-5), "between": Link(1.25e9 / 4, 5e-5)}
+    eight = [*[("fast", "n0", 24, 95e3)] * 4, *[("slow", "n1", 24, 53e3)] * 4]
+    blocks = model(*(block(i, 30e9, 12 * 10**6, 3 * 10**7, 2 * 10**6) for i in range(24)))
+    training = Training(64)
+    few = plan_pipeline(cluster(*eight, **links), blocks, training)
+    more = plan_pipeline(cluster(*eight, *[("fast", "n2", 24, 95e3)] * 4, **links), blocks, training)
+    assert more.predicted_step_s <= few.predicted_step_s * (1 + 1e-9)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_against_exhaustive_search_in_200_cases():

@@ -18,6 +18,7 @@ from lightning_hetero.planner.layouts import (
     Layout,
     all_layouts,
 )
+from lightning_hetero.planner.layouts_by_node import node_layouts
 from lightning_hetero.planner.layouts_by_type import promising_layouts
 from lightning_hetero.planner.pipeline_design import Design, Outcome, PipelineDesign, Policy, Problem
 
@@ -30,6 +31,8 @@ _ALTERNATIVES = 24
 _HOPELESS = 1.3
 _STARTS = 8
 _LAYOUTS_BY_TYPE = 12
+# Of the micro-batch sizes every so manieth is tried in pipelines within nodes; others come by steps from the best.
+_SIZES_APART = 3
 # Up to here single devices are moved between pipelines; with more, only types are.
 _MOST_DEVICES_MOVED = 16
 
@@ -147,7 +150,8 @@ def is_allowed(design: Design) -> bool:
 def _designs(problem: Problem, space: Space, chains: Chains) -> list[tuple[float, Design]]:
     """Designs that fit, each once, with the closed form's seconds."""
     if len(problem.kinds) > MOST_DEVICES_FOR_ALL_LAYOUTS:
-        found = list(_designs_by_type(problem, space, chains)) or list(_largest_first(problem, space, chains))
+        found = [*_designs_by_type(problem, space, chains), *_designs_within_nodes(problem, space, chains)]
+        found = found or list(_largest_first(problem, space, chains))
     else:
         found = list(_designs_of_all_layouts(problem, space, chains))
     least: dict[Design, float] = {}
@@ -290,6 +294,22 @@ def _designs_by_type(problem: Problem, space: Space, chains: Chains) -> Iterator
                 break
         if made:
             return
+
+
+def _designs_within_nodes(problem: Problem, space: Space, chains: Chains) -> Iterator[tuple[float, Design]]:
+    """Designs that send nothing from node to node but gradients."""
+    classes = list(zip(problem.kinds, problem.capacity, strict=True))
+    layouts = [
+        layout
+        for layout in node_layouts(problem.nodes, classes, problem.units)
+        if space.pipelines in (None, len(layout))
+    ]
+    for layout, samples in product(layouts, space.sizes[::_SIZES_APART]):
+        for policy in space.policies:
+            found = list(_of_layout(problem, chains, layout, samples, policy, 0))
+            yield from found
+            if found:
+                break
 
 
 def _largest_first(problem: Problem, space: Space, chains: Chains) -> Iterator[tuple[float, Design]]:
