@@ -140,9 +140,8 @@ def fit(
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        num_sanity_val_steps=0,
         default_root_dir=os.getcwd(),
-        **{"max_epochs": 1, "log_every_n_steps": 5, **options},
+        **{"max_epochs": 1, "log_every_n_steps": 5, "num_sanity_val_steps": 0, **options},
     )
     with Said() as said:
         trainer.fit(module, loader(batch, steps), loader(2, 2) if validate else None)
@@ -209,6 +208,19 @@ def slow_ddp(ranks: int, steps: int) -> dict[str, Any]:
         **fit(Wide(), "ddp", callbacks, batch=SHARE, steps=steps * ranks, devices=ranks),
         "stragglers": monitor.stragglers,
     }
+
+
+class Judged(Wide):
+    """Logs over ranks in validation."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.model(batch).square().mean(), sync_dist=True)
+
+
+def judged(strategy: str) -> list[float]:
+    """A fit as a Trainer begins it, with some steps of validation first; what validation has logged."""
+    result = fit(Judged(), strategy, everything(), batch=4, steps=4, devices=2, validate=True, num_sanity_val_steps=2)
+    return [values["val_loss"] for _, values in result["logged"] if "val_loss" in values]
 
 
 def model_parallel(steps: int) -> dict[str, Any]:

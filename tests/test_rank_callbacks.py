@@ -30,6 +30,7 @@ from tests.callback_fits import (
     dying,
     everything,
     fit,
+    judged,
     model_parallel,
     pipeline,
     slow_ddp,
@@ -247,6 +248,14 @@ def test_a_straggler_makes_shares_move_where_they_can(ranks: WarmRanks) -> None:
     assert any("batch shares move" in text for text in first["said"])
     plans = [line for line in first["lines"] if line["kind"] == "plan"]
     assert [line["plan"]["samples"] for line in plans[-2:]] == list(first["shares"])
+
+
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "hetero_fsdp"])
+def test_what_a_sanity_check_logs_over_ranks_is_logged_again(ranks: WarmRanks, strategy: str) -> None:
+    """The callbacks begin after it, and what they put in the place of the strategy's reduction is taken for it."""
+    first, second = ranks.run(2, judged, strategy)
+    assert len(first) == len(second) == 1
+    assert first == second
 
 
 @pytest.mark.slow

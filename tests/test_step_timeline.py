@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -188,3 +189,24 @@ def test_a_strategys_collectives_block(advance: Callable[[float], None]) -> None
     strategy.reduce(2)
     timeline.close_step()
     assert next(timeline.take_steps()) == StepParts(blocked_s=3, optimizer_s=4)
+
+
+def test_a_timed_collective_is_taken_for_the_strategys_own() -> None:
+    """Lightning compares the one that a name was logged with before with the one that it is logged with now."""
+
+    class Strategy:
+        def reduce(self, value: float) -> float:
+            return value
+
+    strategy, other = Strategy(), Strategy()
+    own = strategy.reduce
+    undo = time_collectives(strategy, StepTimeline(CPU))
+    assert strategy.reduce is not own
+    assert strategy.reduce == own
+    assert own == strategy.reduce
+    assert hash(own) == hash(strategy.reduce)
+    assert own != other.reduce
+    assert strategy.reduce != other.reduce
+    assert copy.deepcopy(strategy.reduce) is strategy.reduce
+    undo()
+    assert "reduce" not in strategy.__dict__

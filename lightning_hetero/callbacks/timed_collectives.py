@@ -26,19 +26,35 @@ def time_collectives(strategy: Any, timeline: StepTimeline) -> Callable[[], None
     Only this strategy's own methods are replaced: what ranks do elsewhere is timed between units.
     """
     replaced = [name for name in _COLLECTIVES if hasattr(strategy, name)]
-
-    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with timeline.within(BLOCKED):
-                return method(*args, **kwargs)
-
-        return run
-
     for name in replaced:
-        setattr(strategy, name, timed(getattr(strategy, name)))
+        setattr(strategy, name, _Timed(getattr(strategy, name), timeline))
 
     def undo() -> None:
         for name in replaced:
             strategy.__dict__.pop(name, None)
 
     return undo
+
+
+class _Timed:
+    """A method that counts as blocked, and is equal to the method itself.
+
+    Lightning keeps ``strategy.reduce`` with each name that ``self.log`` logs, and refuses the name when it comes with
+    another one: what a sanity check logged before this one was put in its place would come with another one.
+    """
+
+    def __init__(self, method: Callable[..., Any], timeline: StepTimeline) -> None:
+        self._method, self._timeline = method, timeline
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._timeline.within(BLOCKED):
+            return self._method(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._method == (other._method if isinstance(other, _Timed) else other))
+
+    def __hash__(self) -> int:
+        return hash(self._method)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Timed:
+        return self  # as functions and the methods of a strategy that is in use are
