@@ -194,6 +194,18 @@ def test_what_works_in_place_is_not_cut_from_what_it_works_on() -> None:
     assert_exact(model, torch.randn(3, 4))
 
 
+def test_repeated_sequentials_stay_whole_as_the_units_that_are_measured() -> None:
+    def block(first: nn.Module) -> nn.Sequential:
+        return nn.Sequential(first, nn.Linear(4, 4), nn.LayerNorm(4))
+
+    model = nn.Sequential(nn.Linear(3, 4), block(nn.GELU()), block(nn.GELU()), block(nn.ReLU(inplace=True)))
+    chain = find_chain(model)
+    # the last one changes its input, which must not come from another stage
+    assert [unit.modules for unit in chain.units] == [("0",), ("1",), ("2", "3")]
+    inside = {name for unit in chain.units for name in unit.modules}
+    assert {unit.name for unit in find_units(model)} == inside
+
+
 def test_a_sequential_takes_one_tensor_and_passes_one_on() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4))
     with pytest.raises(TypeError, match="positional"):

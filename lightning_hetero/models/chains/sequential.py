@@ -1,8 +1,8 @@
-"""The unit chain of ``nn.Sequential``: its children, and those of an ``nn.Sequential`` among them."""
+"""The unit chain of ``nn.Sequential``: its children, and those of an ``nn.Sequential`` among them that is no unit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.models.chain import ChainUnit, UnitChain, Values
 from lightning_hetero.models.chains.recognition import PROTOCOL, refuse_overrides
+from lightning_hetero.models.units import find_units
 
 
 def sequential_chain(model: nn.Module) -> UnitChain | None:
     """One unit for each child of an ``nn.Sequential``; a child that is itself one gives its own children.
 
-    A child that works in place (``nn.ReLU(inplace=True)``) belongs to the unit before it.
+    But one that is a repeated block stays whole: it is measured, wrapped and emulated as a unit. A child that works in place (``nn.ReLU(inplace=True)``) belongs to the unit before it.
 
     Args:
         model: any model.
@@ -31,9 +32,10 @@ def sequential_chain(model: nn.Module) -> UnitChain | None:
         return None
     refuse_overrides(model, (nn.Sequential,), ("forward",))
     groups: list[tuple[str, ...]] = []
-    for name in _names(model, ""):
+    blocks = {unit.module for unit in find_units(model) if unit.is_block}
+    for name in _names(model, "", blocks):
         # What comes from another stage is a leaf of that stage's graph, and must not be changed in place.
-        if groups and getattr(model.get_submodule(name), "inplace", False):
+        if groups and _begins_in_place(model.get_submodule(name)):
             groups[-1] += (name,)
         else:
             groups.append((name,))
@@ -41,16 +43,22 @@ def sequential_chain(model: nn.Module) -> UnitChain | None:
     return UnitChain(tuple(units), begin=_begin, end=_end)
 
 
-def _names(sequential: nn.Sequential, prefix: str) -> Iterator[str]:
+def _names(sequential: nn.Sequential, prefix: str, blocks: Collection[nn.Module]) -> Iterator[str]:
     children = [
         (name, module) for name, module in sequential.named_modules(remove_duplicate=False) if name and "." not in name
     ]
     for name, module in children:
         # A class of its own may have a forward of its own.
-        if type(module) is nn.Sequential:
-            yield from _names(module, f"{prefix}{name}.")
+        if type(module) is nn.Sequential and module not in blocks:
+            yield from _names(module, f"{prefix}{name}.", blocks)
         else:
             yield f"{prefix}{name}"
+
+
+def _begins_in_place(module: nn.Module) -> bool:
+    if type(module) is nn.Sequential:
+        return any(_begins_in_place(first) for first in list(module)[:1])
+    return bool(getattr(module, "inplace", False))
 
 
 def _begin(input: Tensor) -> Values:
