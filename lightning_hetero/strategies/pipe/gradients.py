@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hetero.ownership import Ownership, Slice
+from lightning_hetero.ownership import Ownership
 
 
 @dataclass
@@ -211,25 +211,6 @@ def _spread(flat: Tensor, names: Sequence[str], parameters: Mapping[str, nn.Para
         if owners_with_it:
             parameter.grad = part  # a view: the flat sum lives as long as its parts
     return {name: int(owners_with_it) for name, owners_with_it in zip(names, present, strict=True)}
-
-
-def ownership_of(
-    sizes: Mapping[str, int], units_of: Mapping[str, Sequence[int]], ranks_of_unit: Sequence[Sequence[int]], world: int
-) -> Ownership:
-    """Who owns what.
-
-    Args:
-        sizes: elements of each parameter, by its first name.
-        units_of: units that own each; none for those outside the split model, which every rank has.
-        ranks_of_unit: ranks that have each unit, over all pipelines.
-        world: number of ranks.
-    """
-    slices = []
-    for name, size in sizes.items():
-        units = units_of.get(name, ())
-        ranks = {rank for unit in units for rank in ranks_of_unit[unit]} if units else set(range(world))
-        slices += [Slice(rank, name, 0, size) for rank in sorted(ranks)]
-    return Ownership(slices)
 
 
 class Release(torch.autograd.Function):
