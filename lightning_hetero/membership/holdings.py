@@ -54,19 +54,23 @@ class CheckpointPart:
     Args:
         writers: ranks that hold it; one of them writes it. Of several, torch's planner takes the one with the least to
             write so far.
-        elements: of parameters.
-        size_bytes: of parameters and of the optimizer's states.
+        size_bytes: of parameters, a tied one under each of its names, and of the optimizer's states.
     """
 
     writers: tuple[int, ...]
-    elements: int
     size_bytes: int
 
 
-def owned_elements(parameters: Sequence[ParameterShape], size: int) -> NDArray[np.int64]:
-    """Return how many elements each rank of a shard group of ``size`` owns, shape (size,)."""
+def owned_elements(parameters: Sequence[ParameterShape], size: int, *, by_name: bool = False) -> NDArray[np.int64]:
+    """Return how many elements each rank of a shard group of ``size`` owns, shape (size,).
+
+    Args:
+        parameters: of the model.
+        size: of the group.
+        by_name: whether a tied parameter counts under each of its names.
+    """
     rows = np.array([each.rows for each in parameters], dtype=np.int64)[:, np.newaxis]
-    widths = np.array([each.width for each in parameters], dtype=np.int64)
+    widths = np.array([each.width * (each.names if by_name else 1) for each in parameters], dtype=np.int64)
     chunks = -(-rows // size)
     owned: NDArray[np.int64] = widths @ np.clip(rows - np.arange(size) * chunks, 0, chunks)
     return owned
@@ -140,11 +144,16 @@ def shard_checkpoint(
     """
     state = state or StateBytes()
     if one_file:
-        return (_part((0,), sum(each.elements for each in parameters), state),)
+        return (_file(parameters, state),)
     first = membership.replica_of(0)
     owned = owned_elements(parameters, len(first)).tolist()
+    named = owned_elements(parameters, len(first), by_name=True).tolist()
     holders = list(zip(*membership.replicas, strict=True)) if membership.is_native else [(rank,) for rank in first]
-    return tuple(_part(ranks, count, state) for ranks, count in zip(holders, owned, strict=True) if count)
+    return tuple(
+        CheckpointPart(ranks, _written_bytes(count, names, state))
+        for ranks, count, names in zip(holders, owned, named, strict=True)
+        if count
+    )
 
 
 def stage_checkpoint(
@@ -162,10 +171,17 @@ def stage_checkpoint(
     for each in parameters:
         owners = membership.owners_of(each)
         if 0 not in owners:
-            part = _part(owners, each.elements, state)
-            sent[owners[0]] = sent.get(owners[0], 0) + part.size_bytes
-    return sent, _part((0,), sum(each.elements for each in parameters), state)
+            size = _written_bytes(each.elements, each.elements * each.names, state)
+            sent[owners[0]] = sent.get(owners[0], 0) + size
+    return sent, _file(parameters, state)
 
 
-def _part(writers: tuple[int, ...], elements: int, state: StateBytes) -> CheckpointPart:
-    return CheckpointPart(writers, elements, round(elements * (state.parameter + state.optimizer)))
+def _file(parameters: Iterable[ParameterShape], state: StateBytes) -> CheckpointPart:
+    """What rank 0 writes where it writes everything."""
+    parameters = tuple(parameters)
+    named = sum(each.elements * each.names for each in parameters)
+    return CheckpointPart((0,), _written_bytes(sum(each.elements for each in parameters), named, state))
+
+
+def _written_bytes(elements: int, named_elements: int, state: StateBytes) -> int:
+    return round(named_elements * state.parameter + elements * state.optimizer)

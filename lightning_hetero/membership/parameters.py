@@ -21,12 +21,14 @@ class ParameterShape:
         unit: name of the first unit that has it, or :data:`OUTSIDE`.
         shape: of all of it, at least one dimension.
         tied_to: names of further units that have it.
+        names: how many it has in the model's state: more than one where it is tied.
     """
 
     name: str
     unit: str
     shape: tuple[int, ...]
     tied_to: tuple[str, ...] = ()
+    names: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))

@@ -10,7 +10,6 @@ from torch import nn
 
 from lightning_hetero.errors import PlanError
 from lightning_hetero.membership.pipelines import PipelineMembership
-from lightning_hetero.ownership import Ownership
 from lightning_hetero.plan import Pipeline, PipelinePlan
 from lightning_hetero.schedule import Schedule
 from lightning_hetero.strategies.pipe.gradients import OwnedGradients
@@ -115,19 +114,14 @@ class Assembly:
         return {name: self.membership.ranks_of_units(units) for name, units in owners.items() if units}
 
     def _gradients(self, owners: dict[str, tuple[int, ...]], make_group: MakeGroup) -> OwnedGradients:
-        root = self.placement.root
-        named = dict(root.named_parameters())  # the frozen too: they may be freed later
-        prefix = f"{self.placement.prefix}."
-        units_of = {name: owners.get(name, ()) if name.startswith(prefix) else () for name in named}
-        sizes = {name: parameter.numel() for name, parameter in named.items()}
-        everyone = range(self.plan.world_size)  # what is outside the split model they all have
-        ranks = {name: self.membership.ranks_of_units(units) if units else everyone for name, units in units_of.items()}
-        ownership = Ownership.of_wholes(sizes, ranks)
+        # the frozen too: they may be freed later
+        ownership = self.membership.ownership(self.placement.parameter_shapes())
+        named = dict(self.placement.root.named_parameters())
         own = {name: parameter for name, parameter in named.items() if not parameter.is_meta}
         borders = self.borders[self.pipeline]
         stage_of = [stage for stage, (start, stop) in enumerate(borders) for _ in range(start, stop)]
         mine = set(self.membership.stages_of(self.rank))
-        stages_of = {name: frozenset(stage_of[unit] for unit in units_of[name]) & mine for name in own}
+        stages_of = {name: frozenset(stage_of[unit] for unit in owners.get(name, ())) & mine for name in own}
         return OwnedGradients(own, ownership, stages_of, self.rank, make_group)
 
     def _runtime(self, stages: Sequence[int], device: torch.device, make_group: MakeGroup) -> PipelineRuntime | None:
