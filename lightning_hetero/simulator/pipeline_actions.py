@@ -4,7 +4,8 @@ A forward's values go to the next stage, a backward's gradients to the one befor
 between stages of one rank there is none. Gradients of what several ranks own (a unit that other pipelines have, too, a
 tied parameter, what is outside the split model) are summed once a step: one all-reduce for each set of owners, with
 one number beside each parameter that says on how many ranks it has a gradient. A rank begins a sum when the last of
-its stages that has a part in it is done, and what is outside of all stages at the end of the step.
+its stages that has a part in it is done, and what is outside of all stages at the end of the step; all ranks begin sums
+in one order, so that none waits for ever.
 
 Not in the list: batches and outputs that are handed around inside a pipeline, and what is agreed on once a step (the
 loss, what is logged, the norm of gradients). The first message of each kind carries its shapes beside the values.
@@ -12,15 +13,16 @@ loss, what is logged, the norm of gradients). The first message of each kind car
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from lightning_hetero.costs import ModelCosts
 from lightning_hetero.errors import HeteroError
-from lightning_hetero.membership.parameters import OUTSIDE, ParameterShape
+from lightning_hetero.membership.parameters import ParameterShape
 from lightning_hetero.membership.pipelines import PipelineMembership
 from lightning_hetero.plan import even_parts
-from lightning_hetero.schedule import BACKWARD, BACKWARD_INPUT, FORWARD
+from lightning_hetero.schedule import BACKWARD_WEIGHT, FORWARD, Action, Schedule
 
 SEND, RECEIVE, ALL_REDUCE = "send", "receive", "all_reduce"
 
@@ -46,111 +48,121 @@ class PipelineAction:
     ranks: tuple[int, ...]
 
 
-def border_bytes(membership: PipelineMembership, costs: ModelCosts, pipeline: int) -> tuple[int, ...]:
-    """Return bytes per sample that cross each border of a pipeline: what the unit before it passes on.
+class PipelineTraffic:
+    """What is sent and summed in a step with a full batch.
 
     Args:
         membership: of the plan.
-        costs: whose units are the chain's, by name.
-        pipeline: its index.
+        parameters: of the LightningModule, in its order.
+        costs: whose units are the chain's; what they pass on is used.
+        gradient_bytes: of one element of a gradient.
 
     Raises:
         HeteroError: if the costs are of other units.
     """
-    names = tuple(unit.name for unit in costs.units)
-    if names != membership.unit_names:
-        raise HeteroError(
-            f"the costs have units {', '.join(names[:3])}, ... ({len(names)}), the plan "
-            f"{', '.join(membership.unit_names[:3])}, ... ({len(membership.unit_names)}): give the costs of this plan"
-        )
-    return tuple(costs.units[stop - 1].output_bytes for _, stop in membership.borders[pipeline][:-1])
+
+    def __init__(
+        self,
+        membership: PipelineMembership,
+        parameters: Sequence[ParameterShape],
+        costs: ModelCosts,
+        gradient_bytes: float = 4,
+    ) -> None:
+        names = tuple(unit.name for unit in costs.units)
+        if names != membership.unit_names:
+            raise HeteroError(
+                f"the costs have units {', '.join(names[:3])}, ... ({len(names)}), the plan "
+                f"{', '.join(membership.unit_names[:3])}, ... ({len(membership.unit_names)}): give the costs of this "
+                "plan"
+            )
+        self._membership, self._costs, self._gradient_bytes = membership, costs, gradient_bytes
+        self._schedules: dict[int, Schedule] = {}
+        self._sums: dict[int, list[_Sum]] = {}
+        for each in self._all_sums(parameters):
+            for rank in each.action.ranks:
+                self._sums.setdefault(rank, []).append(each)
+
+    def _all_sums(self, parameters: Sequence[ParameterShape]) -> list[_Sum]:
+        """All sums in the order in which every rank begins its own: backward goes from later units to earlier ones."""
+        shared: dict[tuple[int, ...], list[ParameterShape]] = {}
+        for each in parameters:
+            owners = tuple(sorted(self._membership.owners_of(each)))
+            if len(owners) > 1:
+                shared.setdefault(owners, []).append(each)
+        found = []
+        for owners, own in reversed(shared.items()):  # the last to begin is that of the first parameter
+            size = sum(each.elements for each in own) + len(own)
+            units = None if any(not each.units for each in own) else frozenset(u for each in own for u in each.units)
+            action = PipelineAction(ALL_REDUCE, None, None, False, round(size * self._gradient_bytes), owners)
+            found.append(_Sum(action, units))
+        return sorted(found, key=lambda each: each.units is None)
+
+    def border_bytes(self, pipeline: int) -> tuple[int, ...]:
+        """Return bytes per sample that cross each border of a pipeline: what the unit before it passes on."""
+        borders = self._membership.borders[pipeline]
+        return tuple(self._costs.units[stop - 1].output_bytes for _, stop in borders[:-1])
+
+    def of_rank(self, rank: int) -> tuple[PipelineAction, ...]:
+        """Return what one rank sends, receives and sums, in the order in which it begins to.
+
+        Receives stand where their values are needed; they are posted ahead of that.
+        """
+        waiting = list(self._sums.get(rank, ()))
+        if not self._membership.takes_part(rank):
+            return tuple(each.action for each in waiting)
+        index = self._membership.pipeline_of(rank)
+        row = self._schedule(index).rows[self._membership.plan.pipelines[index].ranks.index(rank)]
+        last = {action.stage: place for place, action in enumerate(row)}
+        stage_of = self._stages_of_units(rank)
+        done: set[int] = set()
+        found: list[PipelineAction] = []
+        for place, action in enumerate(row):
+            found += self._messages(rank, index, action)
+            if place == last[action.stage]:
+                done.add(action.stage)
+                while waiting and waiting[0].may_begin(stage_of, done):
+                    found.append(waiting.pop(0).action)
+        return (*found, *(each.action for each in waiting))
+
+    def _messages(self, rank: int, index: int, action: Action) -> Iterator[PipelineAction]:
+        """What an action of the schedule receives, and what it sends."""
+        pipeline, stage, k = self._membership.plan.pipelines[index], action.stage, action.micro_batch
+        if action.kind == BACKWARD_WEIGHT:
+            return
+        forward = action.kind == FORWARD
+        ends = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
+        for kind, other in zip((RECEIVE, SEND), ends, strict=True):
+            if 0 <= other < len(pipeline.stages) and pipeline.rank_of(other) != rank:
+                size = self.border_bytes(index)[min(stage, other)] * self._samples[index][k]
+                yield PipelineAction(kind, stage, k, forward, size, (pipeline.rank_of(other),))
+
+    def _schedule(self, index: int) -> Schedule:
+        if index not in self._schedules:
+            self._schedules[index] = self._membership.plan.schedule_of(index)
+        return self._schedules[index]
+
+    @cached_property
+    def _samples(self) -> tuple[tuple[int, ...], ...]:
+        """Per pipeline, samples of each micro-batch in a full batch."""
+        plan = self._membership.plan
+        shares = plan.split(plan.global_batch_size)
+        return tuple(even_parts(own, each.micro_batches) for own, each in zip(shares, plan.pipelines, strict=True))
+
+    def _stages_of_units(self, rank: int) -> dict[str, int]:
+        borders = self._membership.borders[self._membership.pipeline_of(rank)]
+        names = self._membership.unit_names
+        return {names[u]: stage for stage in self._membership.stages_of(rank) for u in range(*borders[stage])}
 
 
-def pipeline_actions(
-    membership: PipelineMembership,
-    rank: int,
-    crossing_bytes: Sequence[int],
-    parameters: Sequence[ParameterShape],
-    gradient_bytes: float = 4,
-) -> tuple[PipelineAction, ...]:
-    """Return what one rank sends, receives and sums in one step, in the order in which it begins to.
+@dataclass(frozen=True)
+class _Sum:
+    """A sum over owners; the units that have a part in it, or None where a parameter outside of all has one."""
 
-    Receives stand where their values are needed; they are posted ahead of that.
+    action: PipelineAction
+    units: frozenset[str] | None
 
-    Args:
-        membership: of the plan.
-        rank: which one.
-        crossing_bytes: of its pipeline: bytes per sample that cross each border (:func:`border_bytes`).
-        parameters: of the LightningModule.
-        gradient_bytes: of one element of a gradient.
-    """
-    sums = _sums(membership, rank, parameters, gradient_bytes)
-    if not membership.takes_part(rank):
-        return tuple(action for action, _ in sums)
-    plan, index = membership.plan, membership.pipeline_of(rank)
-    pipeline, schedule = plan.pipelines[index], plan.schedule_of(index)
-    samples = _samples(membership, index)
-    row = schedule.rows[pipeline.ranks.index(rank)]
-    last = {action.stage: place for place, action in enumerate(row)}
-    open_stages = set(membership.stages_of(rank))
-    found: list[PipelineAction] = []
-    for place, action in enumerate(row):
-        stage, k = action.stage, action.micro_batch
-
-        def message(kind: str, border: int, other: int, forward: bool, *, own: int = stage, of: int = k) -> None:
-            if pipeline.rank_of(other) != rank:
-                size = crossing_bytes[border] * samples[of]
-                found.append(PipelineAction(kind, own, of, forward, size, (pipeline.rank_of(other),)))
-
-        is_first, is_last = stage == 0, stage == len(pipeline.stages) - 1
-        if action.kind == FORWARD:
-            if not is_first:
-                message(RECEIVE, stage - 1, stage - 1, forward=True)
-            if not is_last:
-                message(SEND, stage, stage + 1, forward=True)
-        elif action.kind in (BACKWARD, BACKWARD_INPUT):
-            if not is_last:
-                message(RECEIVE, stage, stage + 1, forward=False)
-            if not is_first:
-                message(SEND, stage - 1, stage - 1, forward=False)
-        if place == last[stage]:
-            open_stages.discard(stage)
-            ready = [each for each in sums if each[1] is not None and not each[1] & open_stages]
-            found += [sum_ for sum_, _ in ready]
-            sums = [each for each in sums if each not in ready]
-    return (*found, *(action for action, _ in sums))
-
-
-def _samples(membership: PipelineMembership, pipeline: int) -> tuple[int, ...]:
-    """Samples of each micro-batch of a pipeline in a full batch."""
-    plan = membership.plan
-    return even_parts(plan.split(plan.global_batch_size)[pipeline], plan.pipelines[pipeline].micro_batches)
-
-
-def _sums(
-    membership: PipelineMembership, rank: int, parameters: Sequence[ParameterShape], gradient_bytes: float
-) -> list[tuple[PipelineAction, frozenset[int] | None]]:
-    """Sums that a rank takes part in, and its stages that each waits for; None where it waits for the step's end."""
-    shared: dict[tuple[int, ...], list[ParameterShape]] = {}
-    for each in parameters:
-        owners = tuple(sorted(membership.owners_of(each)))
-        if len(owners) > 1 and rank in owners:
-            shared.setdefault(owners, []).append(each)
-    stages = _stages_of_units(membership, rank)
-    found = []
-    for owners, own in sorted(shared.items()):
-        size = sum(each.elements for each in own) + len(own)
-        outside = any(each.unit == OUTSIDE for each in own)
-        waits = frozenset(stages[unit] for each in own for unit in each.units if unit in stages)
-        action = PipelineAction(ALL_REDUCE, None, None, False, round(size * gradient_bytes), owners)
-        found.append((action, None if outside or not waits else waits))
-    return found
-
-
-def _stages_of_units(membership: PipelineMembership, rank: int) -> Mapping[str, int]:
-    borders = membership.borders[membership.pipeline_of(rank)]
-    return {
-        membership.unit_names[unit]: stage
-        for stage in membership.stages_of(rank)
-        for unit in range(*borders[stage])
-    }
+    def may_begin(self, stage_of: Mapping[str, int], done: Collection[int]) -> bool:
+        """Whether a rank's stages that have a part in it are done."""
+        if self.units is None:
+            return False
+        return all(stage_of[unit] in done for unit in self.units if unit in stage_of)

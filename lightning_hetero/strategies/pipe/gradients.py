@@ -74,9 +74,9 @@ class OwnedGradients:
             pieces = ownership.of_rank(rank, name)
             if pieces:
                 shared.setdefault(pieces[0].owners, []).append(name)
-        self._shared = [
-            _Shared(groups[owners], names, _stages(names, stages_of)) for owners, names in sorted(shared.items())
-        ]
+        # one order on all ranks, whose parameters come in one order: backward is done with the first ones last
+        made = [_Shared(groups[owners], names, _stages(names, stages_of)) for owners, names in shared.items()]
+        self._shared = sorted(reversed(made), key=lambda each: each.stages is None)
         self._counted = [name for name in self._parameters if _first_owner(ownership, name) == rank]
         self._aside: dict[str, Tensor] = {}
         self._taken: dict[str, Tensor] = {}
@@ -100,10 +100,17 @@ class OwnedGradients:
             parameter.grad = None
 
     def stage_is_done(self, stage: int) -> None:
-        """Begin to sum what no later backward of this step adds to (not waited for)."""
+        """Begin to sum what no later backward of this step adds to (not waited for).
+
+        In one order on all ranks: where stages end in another order elsewhere, two sums would wait for each other on
+        NCCL, whose groups take turns on a device.
+        """
         for each in self._shared:
             each.open_stages.discard(stage)
-            if not (each.is_begun or each.stages is None or each.open_stages):
+        for each in self._shared:
+            if each.stages is None or each.open_stages:
+                return
+            if not each.is_begun:
                 self._begin_sum(each)
 
     def _begin_sum(self, shared: _Shared) -> None:
