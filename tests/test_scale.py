@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -21,13 +23,14 @@ def small(tied: bool) -> GPT:
         return GPT(GPTConfig(vocabulary=100, context=8, width=24, depth=2, heads=2, tied_embedding=tied))
 
 
-def check_shard_rank(case: ShardCase, rank: int, tied: bool) -> shard_rank.ShardRank:
+def check_shard_ranks(case: ShardCase, ranks: Sequence[int], tied: bool) -> None:
     model = small(tied)
     setup = ShardSetUp(case, shard_rank.parameters_of(model), shard_rank.costs_of(model))
     tokens = torch.zeros(1, 8, dtype=torch.int64, device="meta")
-    real = shard_rank.run_shard_rank(case.plan, rank, model, tokens, with_values=True)
-    assert setup.differences(rank, real) == []
-    return real
+    for rank in ranks:
+        real = shard_rank.run_shard_rank(case.plan, rank, model, tokens, with_values=True)
+        assert setup.differences(rank, real) == []
+        assert real.seen  # or everything would be equal
 
 
 @pytest.mark.parametrize(
@@ -41,15 +44,13 @@ def check_shard_rank(case: ShardCase, rank: int, tied: bool) -> shard_rank.Shard
     ],
 )
 def test_a_shard_plans_rank_is_as_computed(name: str, rank: int, tied: bool) -> None:
-    real = check_shard_rank(SHARDS[name], rank, tied)
-    assert real.seen  # or everything would be equal
+    check_shard_ranks(SHARDS[name], [rank], tied)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDS)
 def test_every_kind_of_rank_of_a_shard_plan_is_as_computed(name: str) -> None:
-    for rank in kinds_of_shard_ranks(SHARDS[name]):
-        check_shard_rank(SHARDS[name], rank, tied=False)
+    check_shard_ranks(SHARDS[name], kinds_of_shard_ranks(SHARDS[name]), tied=False)
 
 
 @pytest.mark.slow
@@ -61,12 +62,15 @@ def test_a_vit_without_values_is_as_computed() -> None:
     assert setup.differences(3, real) == []
 
 
-def check_pipeline_rank(case: PipelineCase, rank: int) -> pipeline_rank.PipelineRank:
+def check_pipeline_ranks(case: PipelineCase, ranks: Sequence[int]) -> None:
     parameters = pipeline_rank.parameters_of(case)
     setup = PipelineSetUp(case, parameters, pipeline_rank.costs_of(case, parameters))
-    real = pipeline_rank.run_pipeline_rank(case, rank)
-    assert setup.differences(rank, real) == []
-    return real
+    for rank in ranks:
+        real = pipeline_rank.run_pipeline_rank(case, rank)
+        assert setup.differences(rank, real) == []
+        kinds = {part.kind for part in real.seen}
+        idle = rank in case.plan.idle_ranks
+        assert kinds == ({"all_reduce"} if idle else {"all_reduce", "send", "receive"})
 
 
 @pytest.mark.parametrize(
@@ -80,13 +84,10 @@ def check_pipeline_rank(case: PipelineCase, rank: int) -> pipeline_rank.Pipeline
     ],
 )
 def test_a_pipeline_plans_rank_is_as_computed(name: str, rank: int) -> None:
-    real = check_pipeline_rank(PIPELINES[name], rank)
-    assert [part for part in real.seen if part.kind == "all_reduce"]
-    assert any(part.kind == "send" for part in real.seen) == (rank not in PIPELINES[name].plan.idle_ranks)
+    check_pipeline_ranks(PIPELINES[name], [rank])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PIPELINES)
 def test_every_kind_of_rank_of_a_pipeline_plan_is_as_computed(name: str) -> None:
-    for rank in kinds_of_pipeline_ranks(PIPELINES[name]):
-        check_pipeline_rank(PIPELINES[name], rank)
+    check_pipeline_ranks(PIPELINES[name], kinds_of_pipeline_ranks(PIPELINES[name]))
