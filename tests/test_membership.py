@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 
@@ -16,6 +17,8 @@ from lightning_hetero.membership.groups import groups_of
 from lightning_hetero.membership.holdings import owned_elements, padded_elements, shard_checkpoint
 from lightning_hetero.membership.parameters import OUTSIDE, ParameterShape, parameters_of_costs, shapes_by_unit
 from lightning_hetero.membership.shards import ShardMembership
+from lightning_hetero.schedule import FORWARD
+from lightning_hetero.simulator.pipeline import StageSeconds, simulate_pipeline
 from lightning_hetero.simulator.pipeline_actions import PipelineTraffic
 
 RANKS = 1024
@@ -37,7 +40,7 @@ def transformer(blocks: int = DEPTH) -> tuple[ParameterShape, ...]:
 
 def costs(blocks: int = DEPTH) -> ModelCosts:
     names = ("embed", *(f"blocks.{index}" for index in range(blocks)), "norm", "head")
-    sizes = Counter({name: 0 for name in names})
+    sizes = Counter(dict.fromkeys(names, 0))
     for each in transformer(blocks):
         sizes[each.unit] += each.elements
     return ModelCosts(
@@ -65,7 +68,7 @@ def test_every_row_is_owned_once_in_each_replica(case: ShardCase) -> None:
         own = pieces[parameter.name]
         assert own[0].start == 0
         assert own[-1].stop == parameter.elements
-        assert all(left.stop == right.start for left, right in zip(own, own[1:], strict=False))
+        assert all(left.stop == right.start for left, right in pairwise(own))
     checked = {piece.owners for own in pieces.values() for piece in own}
     for owners in checked:
         assert [len(replica & set(owners)) for replica in replicas] == [1] * len(replicas)
@@ -173,7 +176,9 @@ def test_pipelines_sum_with_all_that_have_the_same(case: PipelineCase) -> None:
     parameters, _ = of_pipeline(case)
     setup = PipelineSetUp(case, *of_pipeline(case))
     groups = {group.ranks for group in setup.groups if group.purpose == "owners"}
-    summed = {part.ranks for rank in range(case.plan.world_size) for part in setup.traffic(rank) if part.kind == "all_reduce"}
+    summed = {
+        part.ranks for rank in range(case.plan.world_size) for part in setup.traffic(rank) if part.kind == "all_reduce"
+    }
     assert summed == groups
     for parameter in parameters:
         owners = set(setup.membership.owners_of(parameter))
@@ -195,6 +200,20 @@ def test_collectives_of_1024_ranks_end_whatever_waits(case: ShardCase) -> None:
 def test_sums_and_messages_end_whatever_waits(case: PipelineCase) -> None:
     """Two stages a rank and two cuts: stages end in another order on ranks that sum the same parameters."""
     assert PipelineSetUp(case, *of_pipeline(case)).stuck() == ""
+
+
+@pytest.mark.parametrize("case", PIPELINES.values(), ids=PIPELINES)
+def test_messages_are_those_that_the_simulator_times(case: PipelineCase) -> None:
+    setup = PipelineSetUp(case, *of_pipeline(case))
+    for index in (0, len(case.plan.pipelines) - 1):
+        pipeline = case.plan.pipelines[index]
+        stages = [StageSeconds(1.0, 2.0)] * len(pipeline.stages)
+        timeline = simulate_pipeline(case.plan.schedule_of(index), stages, [0.5] * (len(stages) - 1)).timeline
+        simulated = Counter(name[0] for name in timeline.names if isinstance(name, tuple))
+        sent = [action for rank in pipeline.ranks for action in setup.actions(rank) if action.kind == "send"]
+        assert sum(simulated.values()) == len(sent) > 0
+        ways = Counter((action.stage, action.micro_batch, action.kind == FORWARD) for action in simulated.elements())
+        assert ways == Counter((action.stage, action.micro_batch, action.forward) for action in sent)
 
 
 def test_orders_that_wait_for_ever_are_found() -> None:

@@ -1,4 +1,4 @@
-"""The real set-up of one rank of 1,024, and its step, on a process group that goes nowhere: as computed without torch."""
+"""The real set-up and step of one rank of 1,024, on a process group that goes nowhere: as computed without torch."""
 
 from __future__ import annotations
 

@@ -23,8 +23,9 @@ from lightning_hetero.membership.holdings import (
 from lightning_hetero.membership.parameters import ParameterShape, shapes_by_unit
 from lightning_hetero.membership.pipelines import PipelineMembership
 from lightning_hetero.membership.shards import ShardMembership
-from lightning_hetero.simulator.pipeline_actions import ALL_REDUCE, RECEIVE, SEND, PipelineTraffic
-from lightning_hetero.simulator.shard_actions import Execution, shard_actions
+from lightning_hetero.simulator.execution import Execution
+from lightning_hetero.simulator.pipeline_actions import ALL_REDUCE, RECEIVE, SEND, PipelineAction, PipelineTraffic
+from lightning_hetero.simulator.shard_actions import shard_actions
 
 Part = Recorded
 """a collective or message, recorded or computed"""
@@ -96,9 +97,13 @@ class PipelineSetUp:
         self.sent_bytes, self.file = stage_checkpoint(self.membership, parameters)
         self._traffic = PipelineTraffic(self.membership, parameters, costs)
 
-    def traffic(self, rank: int) -> tuple[Part, ...]:
+    def actions(self, rank: int) -> tuple[PipelineAction, ...]:
         """Return messages and sums of a step, in the order in which a rank begins them."""
-        return tuple(Part(a.kind, a.size_bytes, a.ranks) for a in self._traffic.of_rank(rank))
+        return self._traffic.of_rank(rank)
+
+    def traffic(self, rank: int) -> tuple[Part, ...]:
+        """Return the same as it is recorded."""
+        return tuple(Part(a.kind, a.size_bytes, a.ranks) for a in self.actions(rank))
 
     def differences(self, rank: int, real: PipelineRank) -> list[str]:
         """Return where the real set-up and step of a rank are others than computed; none is what is expected."""

@@ -133,7 +133,12 @@ def run_shard_rank(
         set_up_s = time.perf_counter() - begin_s
         optimizer = torch.optim.AdamW(module.parameters())
         with Recorder() as recorder:
-            _step(strategy, module, plan.micro_batches_of(plan.group_of(rank)), torch.zeros(inputs.shape, dtype=inputs.dtype))
+            _step(
+                strategy,
+                module,
+                plan.micro_batches_of(plan.group_of(rank)),
+                torch.zeros(inputs.shape, dtype=inputs.dtype),
+            )
             optimizer.step()
         held = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
         states = [s for each in optimizer.state.values() for s in each.values() if isinstance(s, Tensor) and s.ndim]

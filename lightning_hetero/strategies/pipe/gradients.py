@@ -75,8 +75,9 @@ class OwnedGradients:
             if pieces:
                 shared.setdefault(pieces[0].owners, []).append(name)
         # one order on all ranks, whose parameters come in one order: backward is done with the first ones last
-        made = [_Shared(groups[owners], names, _stages(names, stages_of)) for owners, names in shared.items()]
-        self._shared = sorted(reversed(made), key=lambda each: each.stages is None)
+        self._shared = [_Shared(groups[owners], names, _stages(names, stages_of)) for owners, names in shared.items()]
+        self._shared.reverse()
+        self._shared.sort(key=lambda each: each.stages is None)
         self._counted = [name for name in self._parameters if _first_owner(ownership, name) == rank]
         self._aside: dict[str, Tensor] = {}
         self._taken: dict[str, Tensor] = {}

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.membership.parameters import OUTSIDE, ParameterShape
 from lightning_hetero.models.chain import ChainUnit, UnitChain, owned_tensors
-from lightning_hetero.models.shapes import count_names
 from lightning_hetero.models.chains import find_chain, has_chain
+from lightning_hetero.models.shapes import count_names
 from lightning_hetero.strategies.first_values import materialise, take_from_rank_0
 
 
