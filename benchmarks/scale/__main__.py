@@ -26,7 +26,7 @@ from lightning_hetero.records import read_json, write_json
 from lightning_hetero.units import format_bytes
 
 SCHEMA = 1
-PRESET, DEPTH = "vit_huge", 8
+PRESET, DEPTH = "vit_huge", 32
 ONE_GROUP_DEPTH = 2
 """Fake tensors take some 0.5 ms for each of 1,024 parts of each parameter: blocks enough for all kinds of units."""
 

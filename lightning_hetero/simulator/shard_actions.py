@@ -158,6 +158,7 @@ class _Step:
         self.parts = [*([self.root] if self.root else []), *([unit] for unit in self.blocks)]
         self.list: list[ShardAction] = []
         self.last: dict[tuple[str, str], int] = {}  # index of the last action of a kind and unit
+        self.owners: dict[tuple[tuple[int, int], ...], tuple[int, ...]] = {}  # by their places
         self.held: list[Sequence[UnitCost]] = []  # parts that wait to cross
 
     def actions(self) -> tuple[ShardAction, ...]:
@@ -306,6 +307,13 @@ class _Step:
             rows = [(sum(count * width for count, width in rows), 1)]
         return sum(-(-count // size) * size * width for count, width in rows)
 
+    def _owners_at(self, places: Mapping[int, int]) -> tuple[int, ...]:
+        """The ranks at these places of their replicas, by the replicas' size; asked for by each parameter."""
+        key = tuple(places.items())
+        if key not in self.owners:
+            self.owners[key] = tuple(sorted(replica[places[len(replica)]] for replica in self.replicas))
+        return self.owners[key]
+
     def _owned(self, part: Sequence[UnitCost]) -> dict[tuple[int, ...], tuple[int, int]]:
         """Elements and runs of this rank's rows, by the ranks that own the same ones; cf. ``ownership.py``."""
         found: dict[tuple[int, ...], tuple[int, int]] = defaultdict(lambda: (0, 0))
@@ -321,7 +329,7 @@ class _Step:
             cuts = sorted(border for border in borders if start <= border <= stop)
             runs: list[tuple[tuple[int, ...], int]] = []
             for begin, end in pairwise(cuts):
-                owners = tuple(sorted(replica[begin // chunks[len(replica)]] for replica in self.replicas))
+                owners = self._owners_at({size: begin // chunk for size, chunk in chunks.items()})
                 if runs and runs[-1][0] == owners:
                     runs[-1] = (owners, runs[-1][1] + end - begin)
                 else:
