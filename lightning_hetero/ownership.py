@@ -9,8 +9,9 @@ Pure Python: what ranks exchange can be counted without devices.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -63,21 +64,60 @@ class Ownership:
     """
 
     def __init__(self, slices: Iterable[Slice]) -> None:
-        by_parameter: dict[str, list[Slice]] = defaultdict(list)
+        by_parameter: dict[str, list[_Held]] = defaultdict(list)
         for each in slices:
             if each.stop > each.start:
-                by_parameter[each.parameter].append(each)
-        self._by_parameter = dict(by_parameter)
+                by_parameter[each.parameter].append((each.rank, each.start, each.stop))
+        self._layouts = {name: _Layout(held) for name, held in by_parameter.items()}
+
+    @classmethod
+    def of_shards(cls, shapes: Mapping[str, Sequence[int]], replicas: Sequence[Sequence[int]]) -> Ownership:
+        """Of parameters that FSDP2 shards over dimension 0 in each replica (:func:`shard_slices`).
+
+        Parameters of one shape lie alike, so that thousands of ranks and parameters take no longer than their shapes.
+
+        Args:
+            shapes: of the whole parameters, by name, at least one dimension each.
+            replicas: the ranks of each group, in the order of its mesh.
+        """
+        made = cls(())
+        layouts: dict[tuple[int, int], _Layout] = {}
+        for name, shape in shapes.items():
+            key = shape[0], math.prod(shape[1:])
+            if key not in layouts:
+                slices = shard_slices(name, shape, replicas)
+                layouts[key] = _Layout([(s.rank, s.start, s.stop) for s in slices if s.stop > s.start])
+            made._layouts[name] = layouts[key]
+        return made
+
+    @classmethod
+    def of_wholes(cls, sizes: Mapping[str, int], owners: Mapping[str, Iterable[int]]) -> Ownership:
+        """Of parameters that each of their owners has whole, as stages of pipelines have.
+
+        Args:
+            sizes: elements of each parameter.
+            owners: ranks that have it, by its name.
+        """
+        made = cls(())
+        layouts: dict[tuple[int, tuple[int, ...]], _Layout] = {}
+        for name, size in sizes.items():
+            key = size, tuple(sorted(set(owners[name])))
+            if key not in layouts:
+                layouts[key] = _Layout([(rank, 0, size) for rank in key[1]] if size else [])
+            made._layouts[name] = layouts[key]
+        return made
 
     @cached_property
     def pieces(self) -> dict[str, tuple[Piece, ...]]:
         """Every parameter's pieces in ascending order; elements that nobody owns are in none."""
-        return {name: tuple(_cut(name, slices)) for name, slices in self._by_parameter.items()}
+        return {
+            name: tuple(Piece(name, *run) for run in layout.runs) for name, layout in self._layouts.items() if layout
+        }
 
     @cached_property
     def owner_sets(self) -> tuple[tuple[int, ...], ...]:
         """The sets of two ranks and more that own something together, ascending: the process groups there must be."""
-        found = {piece.owners for pieces in self.pieces.values() for piece in pieces}
+        found = {owners for layout in {*self._layouts.values()} for _, _, owners in layout.runs}
         return tuple(sorted(owners for owners in found if len(owners) > 1))
 
     def start(self, rank: int, parameter: str) -> int:
@@ -86,10 +126,10 @@ class Ownership:
         Raises:
             KeyError: if it owns none.
         """
-        starts = [each.start for each in self._by_parameter.get(parameter, ()) if each.rank == rank]
-        if not starts:
+        starts = self._layouts[parameter].starts if parameter in self._layouts else {}
+        if rank not in starts:
             raise KeyError(f"rank {rank} owns nothing of {parameter}")
-        return min(starts)
+        return starts[rank]
 
     def of_rank(self, rank: int, parameter: str) -> tuple[Piece, ...]:
         """The pieces of a parameter that ``rank`` owns together with others."""
@@ -107,6 +147,33 @@ class Ownership:
         )
 
 
+_Held = tuple[int, int, int]
+"""a rank, the first element that it owns and one past the last"""
+
+
+class _Layout:
+    """How the elements of a parameter lie; the same for all parameters of one shape."""
+
+    def __init__(self, held: Sequence[_Held]) -> None:
+        self._held = held
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+        """First element, one past the last, owners."""
+        return tuple(_cut(self._held))
+
+    @cached_property
+    def starts(self) -> dict[int, int]:
+        """The first element of each rank that owns one."""
+        found: dict[int, int] = {}
+        for rank, start, _ in self._held:
+            found[rank] = min(start, found.get(rank, start))
+        return found
+
+
 def shard_slices(parameter: str, shape: Sequence[int], replicas: Iterable[Sequence[int]]) -> list[Slice]:
     """The slices of a parameter that FSDP2 shards over dimension 0 in each replica.
 
@@ -117,7 +184,7 @@ def shard_slices(parameter: str, shape: Sequence[int], replicas: Iterable[Sequen
         shape: of the whole parameter, at least one dimension.
         replicas: the ranks of each group, in the order of its mesh.
     """
-    rows, width = shape[0], _product(shape[1:])
+    rows, width = shape[0], math.prod(shape[1:])
     found = []
     for group in replicas:
         chunk = -(-rows // len(group))
@@ -127,31 +194,25 @@ def shard_slices(parameter: str, shape: Sequence[int], replicas: Iterable[Sequen
     return found
 
 
-def _product(numbers: Iterable[int]) -> int:
-    product = 1
-    for number in numbers:
-        product *= number
-    return product
-
-
-def _cut(name: str, slices: Sequence[Slice]) -> Iterable[Piece]:
-    """Sweep over the borders of a parameter's slices; neighbours with the same owners are one piece."""
+def _cut(held: Sequence[_Held]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """Sweep over the borders of a parameter's slices; neighbours with the same owners are one run."""
     begins: dict[int, list[int]] = defaultdict(list)
     ends: dict[int, list[int]] = defaultdict(list)
-    for each in slices:
-        begins[each.start].append(each.rank)
-        ends[each.stop].append(each.rank)
-    borders = sorted({*begins, *ends})
-    active: dict[int, int] = defaultdict(int)
+    for rank, start, stop in held:
+        begins[start].append(rank)
+        ends[stop].append(rank)
+    active: Counter[int] = Counter()
     open_at = 0
     owners: tuple[int, ...] = ()
-    for border in borders:
+    for border in sorted({*begins, *ends}):
         for rank in ends[border]:
             active[rank] -= 1
+            if not active[rank]:
+                del active[rank]  # those that are done with would be looked at again at every border
         for rank in begins[border]:
             active[rank] += 1
-        now = tuple(sorted(rank for rank, count in active.items() if count))
+        now = tuple(sorted(active))
         if now != owners:
             if owners:
-                yield Piece(name, open_at, border, owners)
+                yield open_at, border, owners
             open_at, owners = border, now

@@ -9,10 +9,11 @@ import pytest
 
 from lightning_hetero.costs import ModelCosts, UnitCost
 from lightning_hetero.errors import HeteroError
+from lightning_hetero.membership.shards import ShardMembership
 from lightning_hetero.plan import ShardPlan
 from lightning_hetero.simulator.execution import Execution
 from lightning_hetero.simulator.memory import StateBytes
-from lightning_hetero.simulator.shard_actions import CROSS, SHARD, replicas_of, shard_actions
+from lightning_hetero.simulator.shard_actions import CROSS, SHARD, shard_actions
 
 ELEMENTS = StateBytes(1, 1, 1, 1, 1)
 
@@ -110,7 +111,7 @@ def test_partners_agree_on_every_collective(groups):
 @pytest.mark.parametrize("groups", [[(0, 1), (2, 3, 4)], [(0,), (1, 2, 3)], [(0, 1, 2, 3, 4, 5, 6), (7, 8)]])
 def test_what_crosses_is_each_element_once(groups):
     plan, costs = plan_of(groups), ModelCosts("m", COSTS.units[:-1])
-    for replica in replicas_of(plan):
+    for replica in ShardMembership.of_plan(plan).replicas:
         elements = 0
         for rank in replica:
             found = shard_actions(plan, costs, rank, state=ELEMENTS)

@@ -34,6 +34,7 @@ from itertools import pairwise
 
 from lightning_hetero.costs import ModelCosts, UnitCost
 from lightning_hetero.errors import HeteroError, raise_all
+from lightning_hetero.membership.shards import ShardMembership
 from lightning_hetero.plan import ShardPlan
 from lightning_hetero.simulator.execution import Execution
 from lightning_hetero.simulator.memory import StateBytes
@@ -117,24 +118,6 @@ def shard_actions(
     return _Step(plan, costs, rank, state or StateBytes(), execution, shapes or {}).actions()
 
 
-def replicas_of(plan: ShardPlan) -> tuple[tuple[int, ...], ...]:
-    """The sets of ranks that together hold one copy of the model, ascending."""
-    found: list[tuple[int, ...]] = []
-    for index, group in enumerate(plan.groups):
-        found += [(rank,) for rank in group] if plan.mode_of(index) == "NO_SHARD" else [tuple(sorted(group))]
-    return tuple(found)
-
-
-def crosses_natively(plan: ShardPlan, execution: Execution) -> bool:
-    """Whether the engine itself all-reduces across groups, behind each reduce-scatter: they are of equal size."""
-    sizes = {len(replica) for replica in replicas_of(plan)}
-    if len(plan.groups) == 1 or len(sizes) > 1 or sizes == {1}:
-        return False
-    # on gloo a group that is early would wait in it
-    marching = len({plan.micro_batches_of(index) for index in range(len(plan.groups))}) == 1
-    return marching or not execution.blocking
-
-
 def _engine_problems(plan: ShardPlan, execution: Execution) -> list[str]:
     if execution.engine != "fsdp1" or len(plan.groups) == 1:
         return []
@@ -164,16 +147,18 @@ class _Step:
         self.plan, self.units, self.rank, self.state, self.execution = plan, costs.units, rank, state, execution
         self.shapes = shapes
         self.micro_batches = plan.micro_batches_of(index)
-        self.replicas = replicas_of(plan)
+        membership = ShardMembership.of_plan(plan, blocking=execution.blocking)
+        self.replicas = membership.replicas
         self.own = next(replica for replica in self.replicas if rank in replica)
         self.gathers = len(self.own) > 1
         self.gathers_again = plan.mode_of(index) == "FULL_SHARD" and self.gathers
-        self.is_native = crosses_natively(plan, execution)
+        self.is_native = membership.is_native
         self.blocks = [unit for unit in self.units if unit.is_block and unit.parameters]
         self.root = [unit for unit in self.units if not unit.is_block and unit.parameters]
         self.parts = [*([self.root] if self.root else []), *([unit] for unit in self.blocks)]
         self.list: list[ShardAction] = []
         self.last: dict[tuple[str, str], int] = {}  # index of the last action of a kind and unit
+        self.owners: dict[tuple[tuple[int, int], ...], tuple[int, ...]] = {}  # by their places
         self.held: list[Sequence[UnitCost]] = []  # parts that wait to cross
 
     def actions(self) -> tuple[ShardAction, ...]:
@@ -322,6 +307,13 @@ class _Step:
             rows = [(sum(count * width for count, width in rows), 1)]
         return sum(-(-count // size) * size * width for count, width in rows)
 
+    def _owners_at(self, places: Mapping[int, int]) -> tuple[int, ...]:
+        """The ranks at these places of their replicas, by the replicas' size; asked for by each parameter."""
+        key = tuple(places.items())
+        if key not in self.owners:
+            self.owners[key] = tuple(sorted(replica[places[len(replica)]] for replica in self.replicas))
+        return self.owners[key]
+
     def _owned(self, part: Sequence[UnitCost]) -> dict[tuple[int, ...], tuple[int, int]]:
         """Elements and runs of this rank's rows, by the ranks that own the same ones; cf. ``ownership.py``."""
         found: dict[tuple[int, ...], tuple[int, int]] = defaultdict(lambda: (0, 0))
@@ -337,7 +329,7 @@ class _Step:
             cuts = sorted(border for border in borders if start <= border <= stop)
             runs: list[tuple[tuple[int, ...], int]] = []
             for begin, end in pairwise(cuts):
-                owners = tuple(sorted(replica[begin // chunks[len(replica)]] for replica in self.replicas))
+                owners = self._owners_at({size: begin // chunk for size, chunk in chunks.items()})
                 if runs and runs[-1][0] == owners:
                     runs[-1] = (owners, runs[-1][1] + end - begin)
                 else:

@@ -21,6 +21,7 @@ from lightning_hetero.costs import ModelCosts
 from lightning_hetero.data import Split, UnevenLoader
 from lightning_hetero.errors import HeteroError, PlanError, UnsupportedError, raise_all
 from lightning_hetero.kept import KeptLoader
+from lightning_hetero.membership.shards import replicas_of
 from lightning_hetero.models.units import Unit, find_units
 from lightning_hetero.plan import ModelKey, ShardPlan
 from lightning_hetero.planner.measured import MeasuredRanks
@@ -31,7 +32,7 @@ from lightning_hetero.strategies.checkpoints import ShardCheckpoints
 from lightning_hetero.strategies.companions import Companions
 from lightning_hetero.strategies.fsdp_steps import FSDPSteps
 from lightning_hetero.strategies.gradients import GradientReduction, clip_by_one_norm
-from lightning_hetero.strategies.groups import ShardGroups, replicas_of
+from lightning_hetero.strategies.groups import ShardGroups
 from lightning_hetero.strategies.layout import find_layout, is_small, march_together, reshards_after_forward
 from lightning_hetero.strategies.loaders import Loaders
 from lightning_hetero.strategies.loss_weight import LossWeight, loss_weight_problems

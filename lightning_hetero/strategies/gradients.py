@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_hetero.ownership import Ownership, shard_slices
+from lightning_hetero.ownership import Ownership
 from lightning_hetero.strategies.crossing import Crossing
 from lightning_hetero.strategies.groups import ShardGroups
 from lightning_hetero.strategies.micro_batches import EarlierGradients
@@ -43,11 +43,8 @@ class GradientReduction:
             use_reduce_scatter(module, self.reduce_scatter)
         self._crossing: Crossing | None = None
         if groups.crosses:
-            ownership = Ownership(
-                each
-                for name, parameter in module.named_parameters()
-                for each in shard_slices(name, parameter.shape, groups.replicas)
-            )
+            shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+            ownership = Ownership.of_shards(shapes, groups.replicas)
             self._crossing = Crossing(
                 module, ownership, groups.for_owners(ownership), groups.rank, running=self._reductions_running
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -10,22 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_hetero.membership.groups import Groups
+from lightning_hetero.membership.shards import ShardMembership
 from lightning_hetero.ownership import Ownership
-
-Groups = tuple[tuple[int, ...], ...]
-
-
-def replicas_of(groups: Sequence[Sequence[int]], modes: Sequence[str]) -> Groups:
-    """Return the sets of ranks that together hold one copy of the model, ascending: process groups sort their ranks.
-
-    Args:
-        groups: of the plan.
-        modes: of each group; under NO_SHARD every rank holds a copy of its own.
-    """
-    found: list[tuple[int, ...]] = []
-    for group, mode in zip(groups, modes, strict=True):
-        found += [(rank,) for rank in group] if mode == "NO_SHARD" else [tuple(sorted(group))]
-    return tuple(found)
 
 
 class ShardGroups:
@@ -44,6 +30,7 @@ class ShardGroups:
         march_together: whether all groups run as many micro-batches, so that their last backwards begin together.
 
     Attributes:
+        membership: the same as data.
         mesh: to shard over: one dimension, or two for native hybrid sharding.
         is_native: whether FSDP2 reduces across groups by itself.
     """
@@ -54,9 +41,8 @@ class ShardGroups:
         self.replicas = replicas
         self.rank = rank
         self._timeout = timeout
-        sizes = {len(replica) for replica in replicas}
-        waits_for_nobody = march_together or device.type != "cpu"
-        self.is_native = len(replicas) > 1 and len(sizes) == 1 and sizes != {1} and waits_for_nobody
+        self.membership = ShardMembership(replicas, march_together or device.type != "cpu")
+        self.is_native = self.membership.is_native
         if len(replicas) == 1:
             self.mesh = init_device_mesh(
                 device.type, (len(replicas[0]), 1), mesh_dim_names=("data_parallel", "tensor_parallel")
@@ -70,7 +56,7 @@ class ShardGroups:
     @property
     def own(self) -> tuple[int, ...]:
         """The ranks that this one shards with."""
-        return next(replica for replica in self.replicas if self.rank in replica)
+        return self.membership.replica_of(self.rank)
 
     @property
     def shard_group(self) -> Any:
@@ -80,7 +66,7 @@ class ShardGroups:
     @property
     def crosses(self) -> bool:
         """Whether gradients have to be summed by ownership, beside what FSDP2 does."""
-        return len(self.replicas) > 1 and not self.is_native
+        return self.membership.crosses
 
     @property
     def is_first(self) -> bool:

@@ -10,9 +10,9 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_hetero.cluster.peaks import preset_for
+from lightning_hetero.membership.shards import replicas_of
 from lightning_hetero.plan import ShardPlan
 from lightning_hetero.plan.options import DTYPES, PLAN_OPTIONS, POLICY_DTYPES, Problem, hybrid_size, option_problems
-from lightning_hetero.strategies.groups import replicas_of
 from lightning_hetero.strategies.layout import Layout
 
 

@@ -166,11 +166,14 @@ def _say_what_stays(root: nn.Module, options: ShardingOptions) -> None:
 
 def _check_meshes(root: nn.Module, groups: ShardGroups) -> None:
     """Refuse parameters that are sharded already, and over other ranks than the plan's."""
+    sharded = [(name, p) for name, p in root.named_parameters() if isinstance(p, DTensor)]
+    if not sharded:
+        return
     planned = groups.mesh.mesh.tolist()
     others = [
         f"{name} over ranks {parameter.device_mesh.mesh.tolist()}"
-        for name, parameter in root.named_parameters()
-        if isinstance(parameter, DTensor) and parameter.device_mesh.mesh.tolist() != planned
+        for name, parameter in sharded
+        if parameter.device_mesh.mesh.tolist() != planned
     ]
     if others:
         raise UnsupportedError(

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from lightning_hetero.errors import PlanError
+from lightning_hetero.membership.pipelines import PipelineMembership
 from lightning_hetero.plan import Pipeline, PipelinePlan
 from lightning_hetero.schedule import Schedule
-from lightning_hetero.strategies.pipe.gradients import OwnedGradients, ownership_of
+from lightning_hetero.strategies.pipe.gradients import OwnedGradients
 from lightning_hetero.strategies.pipe.hand import Hand
 from lightning_hetero.strategies.pipe.mail import Mail
 from lightning_hetero.strategies.pipe.placement import Placement, unit_with
@@ -49,14 +50,15 @@ class Assembly:
         gather: Callable[[Any], list[Any]],
     ) -> None:
         self.plan, self.placement, self.rank = plan, placement, rank
-        self.takes_part = rank not in plan.idle_ranks
-        self.pipeline = next((i for i, each in enumerate(plan.pipelines) if rank in each.ranks), 0)
-        self.own = plan.pipelines[self.pipeline]
         self.borders = [borders_in_chain(plan, each, placement) for each in plan.pipelines]
-        stages = self.own.stages_of(rank) if self.takes_part else ()
-        units = sorted(unit for stage in stages for unit in range(*self.borders[self.pipeline][stage]))
+        names = tuple(unit.name for unit in placement.chain.units)
+        self.membership = PipelineMembership(plan, tuple(self.borders), names)
+        self.takes_part = self.membership.takes_part(rank)
+        self.pipeline = self.membership.pipeline_of(rank)
+        self.own = plan.pipelines[self.pipeline]
+        stages = self.membership.stages_of(rank)
         owners = placement.owners()
-        placement.keep(units, device)
+        placement.keep(self.membership.units_of(rank), device)
         self.recomputes = any(self.own.stages[stage].activation_checkpointing for stage in stages)
         self._make_hands(make_group)
         self._schedules: dict[tuple[int, bool], Schedule] = {}
@@ -95,7 +97,7 @@ class Assembly:
         self.first_hand = self.last_hand = Hand(self.rank, self.rank, None)
         self.reader = Reader(self.last_hand)
         for index, pipeline in enumerate(self.plan.pipelines):
-            ranks = sorted({*pipeline.ranks, *(self.plan.idle_ranks if index == 0 else ())})
+            ranks = self.membership.hand_ranks(index)
             group, group_to_read = (
                 (make_group(ranks, backend="gloo"), make_group(ranks, backend="gloo"))
                 if len(ranks) > 1
@@ -107,38 +109,19 @@ class Assembly:
                 self.last_hand = Hand(last, self.rank, group)
                 self.reader = Reader(Hand(last, self.rank, group_to_read))
 
-    def _ranks_of_unit(self) -> list[list[int]]:
-        found: list[list[int]] = [[] for _ in self.placement.chain.units]
-        for pipeline, borders in zip(self.plan.pipelines, self.borders, strict=True):
-            for stage, (start, stop) in enumerate(borders):
-                for unit in range(start, stop):
-                    found[unit].append(pipeline.rank_of(stage))
-        return found
-
     def _ranks_by_name(self, owners: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Ranks that have each parameter and buffer of the split model, those of the first pipeline first."""
-        ranks = self._ranks_of_unit()
-        return {
-            name: tuple(
-                dict.fromkeys(ranks[unit][pipeline] for pipeline in range(len(self.plan.pipelines)) for unit in units)
-            )
-            for name, units in owners.items()
-            if units
-        }
+        return {name: self.membership.ranks_of_units(units) for name, units in owners.items() if units}
 
     def _gradients(self, owners: dict[str, tuple[int, ...]], make_group: MakeGroup) -> OwnedGradients:
-        root = self.placement.root
-        named = dict(root.named_parameters())  # the frozen too: they may be freed later
-        prefix = f"{self.placement.prefix}."
-        units_of = {name: owners.get(name, ()) if name.startswith(prefix) else () for name in named}
-        sizes = {name: parameter.numel() for name, parameter in named.items()}
-        world = self.plan.world_size
-        ownership = ownership_of(sizes, units_of, self._ranks_of_unit(), world)
+        # the frozen too: they may be freed later
+        ownership = self.membership.ownership(self.placement.parameter_shapes())
+        named = dict(self.placement.root.named_parameters())
         own = {name: parameter for name, parameter in named.items() if not parameter.is_meta}
         borders = self.borders[self.pipeline]
         stage_of = [stage for stage, (start, stop) in enumerate(borders) for _ in range(start, stop)]
-        mine = set(self.own.stages_of(self.rank)) if self.takes_part else set()
-        stages_of = {name: frozenset(stage_of[unit] for unit in units_of[name]) & mine for name in own}
+        mine = set(self.membership.stages_of(self.rank))
+        stages_of = {name: frozenset(stage_of[unit] for unit in owners.get(name, ())) & mine for name in own}
         return OwnedGradients(own, ownership, stages_of, self.rank, make_group)
 
     def _runtime(self, stages: Sequence[int], device: torch.device, make_group: MakeGroup) -> PipelineRuntime | None:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hetero.ownership import Ownership, Slice
+from lightning_hetero.ownership import Ownership
 
 
 @dataclass
@@ -74,9 +74,10 @@ class OwnedGradients:
             pieces = ownership.of_rank(rank, name)
             if pieces:
                 shared.setdefault(pieces[0].owners, []).append(name)
-        self._shared = [
-            _Shared(groups[owners], names, _stages(names, stages_of)) for owners, names in sorted(shared.items())
-        ]
+        # one order on all ranks, whose parameters come in one order: backward is done with the first ones last
+        self._shared = [_Shared(groups[owners], names, _stages(names, stages_of)) for owners, names in shared.items()]
+        self._shared.reverse()
+        self._shared.sort(key=lambda each: each.stages is None)
         self._counted = [name for name in self._parameters if _first_owner(ownership, name) == rank]
         self._aside: dict[str, Tensor] = {}
         self._taken: dict[str, Tensor] = {}
@@ -100,10 +101,17 @@ class OwnedGradients:
             parameter.grad = None
 
     def stage_is_done(self, stage: int) -> None:
-        """Begin to sum what no later backward of this step adds to (not waited for)."""
+        """Begin to sum what no later backward of this step adds to (not waited for).
+
+        In one order on all ranks: where stages end in another order elsewhere, two sums would wait for each other on
+        NCCL, whose groups take turns on a device.
+        """
         for each in self._shared:
             each.open_stages.discard(stage)
-            if not (each.is_begun or each.stages is None or each.open_stages):
+        for each in self._shared:
+            if each.stages is None or each.open_stages:
+                return
+            if not each.is_begun:
                 self._begin_sum(each)
 
     def _begin_sum(self, shared: _Shared) -> None:
@@ -211,25 +219,6 @@ def _spread(flat: Tensor, names: Sequence[str], parameters: Mapping[str, nn.Para
         if owners_with_it:
             parameter.grad = part  # a view: the flat sum lives as long as its parts
     return {name: int(owners_with_it) for name, owners_with_it in zip(names, present, strict=True)}
-
-
-def ownership_of(
-    sizes: Mapping[str, int], units_of: Mapping[str, Sequence[int]], ranks_of_unit: Sequence[Sequence[int]], world: int
-) -> Ownership:
-    """Who owns what.
-
-    Args:
-        sizes: elements of each parameter, by its first name.
-        units_of: units that own each; none for those outside the split model, which every rank has.
-        ranks_of_unit: ranks that have each unit, over all pipelines.
-        world: number of ranks.
-    """
-    slices = []
-    for name, size in sizes.items():
-        units = units_of.get(name, ())
-        ranks = {rank for unit in units for rank in ranks_of_unit[unit]} if units else set(range(world))
-        slices += [Slice(rank, name, 0, size) for rank in sorted(ranks)]
-    return Ownership(slices)
 
 
 class Release(torch.autograd.Function):

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.membership.parameters import OUTSIDE, ParameterShape
 from lightning_hetero.models.chain import ChainUnit, UnitChain, owned_tensors
 from lightning_hetero.models.chains import find_chain, has_chain
+from lightning_hetero.models.shapes import count_names
 from lightning_hetero.strategies.first_values import materialise, take_from_rank_0
 
 
@@ -92,6 +94,17 @@ class Placement:
             for name in names:
                 units.setdefault(id(tensors[name]), set()).add(index)
         return {name: tuple(sorted(units.get(id(tensor), ()))) for name, tensor in tensors.items()}
+
+    def parameter_shapes(self) -> tuple[ParameterShape, ...]:
+        """Shapes of all parameters of the root, each with the units that own it."""
+        owners = self.owners()
+        names = [unit.name for unit in self.chain.units]
+        counts = count_names(self.root)
+        found = []
+        for name, parameter in self.root.named_parameters():
+            first, *others = [names[unit] for unit in owners.get(name, ())] or [OUTSIDE]
+            found.append(ParameterShape(name, first, tuple(parameter.shape), tuple(others), counts[name]))
+        return tuple(found)
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for source in (

@@ -1,0 +1,1 @@
+"""Set-up of both strategies for 1,024 ranks, without devices."""
