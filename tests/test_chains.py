@@ -181,9 +181,9 @@ def test_a_sequential_and_the_sequentials_in_it() -> None:
         def forward(self, hidden: Tensor) -> Tensor:
             return hidden + super().forward(hidden)
 
-    inner = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3))
-    model = nn.Sequential(nn.Linear(4, 6), nn.GELU(), inner, nn.Sequential(), Skip(nn.Linear(6, 6)), nn.LayerNorm(6))
-    assert [unit.name for unit in find_chain(model).units] == ["0", "1", "2.0", "2.1", "4", "5"]
+    blocks = nn.Sequential(Skip(nn.Linear(6, 6)), nn.Dropout(0.3), Skip(nn.Linear(6, 6)))
+    model = nn.Sequential(nn.Linear(4, 6), nn.GELU(), blocks, nn.Sequential(), nn.LayerNorm(6), nn.Linear(6, 6))
+    assert [unit.name for unit in find_chain(model).units] == ["0", "1", "2.0", "2.1", "2.2", "4", "5"]
     assert_exact(model.double(), torch.randn(3, 4, dtype=torch.double))
 
 

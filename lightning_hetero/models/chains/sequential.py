@@ -17,7 +17,8 @@ from lightning_hetero.models.units import find_units
 def sequential_chain(model: nn.Module) -> UnitChain | None:
     """One unit for each child of an ``nn.Sequential``; a child that is itself one gives its own children.
 
-    But one that is a repeated block stays whole: it is measured, wrapped and emulated as a unit. A child that works in place (``nn.ReLU(inplace=True)``) belongs to the unit before it.
+    But one that is a block (models/units.py) stays whole, as it is measured, wrapped and emulated. A child that works
+    in place (``nn.ReLU(inplace=True)``) belongs to the unit before it.
 
     Args:
         model: any model.
