@@ -23,6 +23,7 @@ from lightning_hetero.errors import ClusterError, HeteroError, UnsupportedError,
 from lightning_hetero.strategies import lightning_adapter, torch_adapter
 from lightning_hetero.strategies.arguments import read_cluster
 from lightning_hetero.strategies.failure import FailureWatch, RankFailedError
+from lightning_hetero.strategies.parent import ParentWatch, watch_launcher
 
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 _FP16 = "16-mixed"
@@ -97,6 +98,7 @@ class HeteroStrategy(ParallelStrategy):
             local = int(os.environ.get("LOCAL_WORLD_SIZE", self.cluster.world_size))
             self.parallel_devices = [torch.device("cpu")] * local
         self._watch: FailureWatch | None = None
+        self._launcher_watch: ParentWatch | None = None
 
     @property
     def is_distributed(self) -> bool:
@@ -127,6 +129,7 @@ class HeteroStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         # the last thing that Trainer.__init__ does with a strategy, before any process is started
         self._check_trainer(lightning_adapter.trainer_arguments())
+        self._launcher_watch = watch_launcher()
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = lightning_adapter.SubprocessLauncher(
@@ -215,6 +218,8 @@ class HeteroStrategy(ParallelStrategy):
             torch_adapter.default_store(), self.global_rank, self.world_size, where=lambda: f"in {self._where()}"
         )
         self._watch.start()
+        if self._launcher_watch is not None:
+            self._launcher_watch.stop()  # the ranks watch each other from here on
         assert self.lightning_module is not None
         lightning_adapter.keep_users_samplers(self.lightning_module.trainer)
         if self.cluster is not None and self.cluster.world_size != self.world_size:
