@@ -1,8 +1,8 @@
 """Trains what a YAML file says, with Lightning's own command line; the strategy and its arguments are in the file.
 
-    python examples/cli/main.py fit --config examples/cli/config.yaml
-    python examples/cli/main.py fit --config examples/cli/config.yaml --trainer.strategy.init_args.rebalance off
-    python examples/cli/main.py fit --config examples/cli/config.yaml --trainer.strategy hetero_fsdp  # on the devices here
+python examples/cli/main.py fit --config examples/cli/config.yaml
+python examples/cli/main.py fit --config examples/cli/config.yaml --trainer.strategy.init_args.rebalance off
+python examples/cli/main.py fit --config examples/cli/config.yaml --trainer.strategy hetero_fsdp  # on the devices here
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import timm
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.cli import ArgsType, LightningCLI
+from lightning.pytorch.cli import LightningCLI
 from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -28,19 +28,22 @@ class Classifier(LightningModule):
         learning_rate: of AdamW.
     """
 
-    def __init__(self, width: int = 64, depth: int = 4, learning_rate: float = 2e-3) -> None:
+    def __init__(self, width: int = 128, depth: int = 4, learning_rate: float = 1.5e-3) -> None:
         super().__init__()
         self.learning_rate = learning_rate
         self.model = timm.create_model(
             "vit_tiny_patch16_224",
             pretrained=False,
             img_size=8,
-            patch_size=2,
+            patch_size=4,
             in_chans=1,
             num_classes=10,
             embed_dim=width,
             depth=depth,
             num_heads=4,
+            class_token=False,
+            global_pool="avg",
+            weight_init="jax",
         )
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
@@ -88,9 +91,9 @@ class Digits(LightningDataModule):
         return DataLoader(self.val, self.batch_size)
 
 
-def main(arguments: ArgsType = None) -> LightningCLI:
-    """Run the command line; ``arguments`` in place of the process's."""
-    return LightningCLI(Classifier, Digits, args=arguments, save_config_kwargs={"overwrite": True})
+def main() -> LightningCLI:
+    """Run the command line."""
+    return LightningCLI(Classifier, Digits, save_config_kwargs={"overwrite": True})
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@
 # In train.py leave the Trainer's devices and num_nodes out: the ranks are those that torchrun starts.
 # On one machine without GPUs, as two emulated nodes (in two terminals, or the first with & at its end):
 #
-#   examples/launch/run_mixed_nodes.sh 0 2 examples/vit_digits.py --cluster examples/launch/two_and_one.yaml --epochs 4
-#   examples/launch/run_mixed_nodes.sh 1 1 examples/vit_digits.py --cluster examples/launch/two_and_one.yaml --epochs 4
+#   examples/launch/run_mixed_nodes.sh 0 2 examples/vit_digits.py --cluster examples/launch/two_and_one.yaml
+#   examples/launch/run_mixed_nodes.sh 1 1 examples/vit_digits.py --cluster examples/launch/two_and_one.yaml
 set -euo pipefail
 
 if (($# < 3)); then

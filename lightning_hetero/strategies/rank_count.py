@@ -67,7 +67,8 @@ def node_problems(local_rank: int, local_devices: int, devices: Any) -> list[str
     """
     if local_rank < local_devices:
         return []
-    return [
+    problem = (
         f"this is rank {local_rank} of its node, but the Trainer takes {local_devices} devices there "
         f"(devices={devices!r}): leave devices out, or start as many processes on the node as it has devices"
-    ]
+    )
+    return [problem]
