@@ -119,7 +119,7 @@ def on_sigterm(trainer: pl.Trainer, note: Callable[[], None]) -> Callable[..., N
             launcher.kill(signum)
         _log.info(f"[rank: {trainer.global_rank}] SIGTERM: all ranks end after the batch at hand")
 
-    trainer._signal_connector._sigterm_notifier_fn = handle  # type: ignore[method-assign]
+    trainer._signal_connector._sigterm_notifier_fn = handle  # type: ignore[method-assign, assignment]
     return handle
 
 
