@@ -218,9 +218,9 @@ def run(loop: str, rank: int, pipe: bool = False) -> dict[str, Any]:
     ("loop", "rank", "pipe"),
     [
         ("train", 0, False),
-        ("train", 1, False),
-        ("validation", 1, False),
-        ("predict", 0, False),
+        pytest.param("train", 1, False, marks=pytest.mark.slow),
+        pytest.param("validation", 1, False, marks=pytest.mark.slow),
+        pytest.param("predict", 0, False, marks=pytest.mark.slow),
         ("validation", 0, True),
     ],
 )
@@ -265,6 +265,7 @@ def ends_before() -> None:
     trainer.fit(Classifier("mlp"), DataLoader(dataset(30, "32-true"), batch_size=1))
 
 
+@pytest.mark.slow
 def test_a_signal_at_the_end_of_a_fit_is_obeyed_after_it(ranks: WarmRanks) -> None:
     (status, *_), (other, kind, _) = ranks.run_outcomes(2, ends_before, process_group=False)
     assert status == "ok"
