@@ -21,6 +21,8 @@ from typing import Any
 
 from benchmarks.hetero_speedup.gate import Gate
 from benchmarks.hetero_speedup.preload import PRELOAD
+from lightning_hetero.strategies.parent import ParentWatch
+from lightning_hetero.strategies.peers import Process
 
 Arm = Callable[[Any, int, Gate], "dict[str, Any] | None"]
 """An arm's function in each of its ranks: (its case, rank, gate); it returns what is known of it at its end."""
@@ -57,7 +59,9 @@ class ArmRanks:
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_run_rank, args=(arm, case, rank, world_size, port, theirs, self.folder), daemon=True
+                target=_run_rank,
+                args=(arm, case, rank, world_size, port, theirs, self.folder, Process.own()),
+                daemon=True,
             )
             process.start()
             theirs.close()
@@ -130,12 +134,23 @@ class ArmRanks:
         raise ArmFailedError(f"arm {self.name!r}, rank {rank} {why}\nend of its output:\n{output}")
 
 
-def _run_rank(arm: Arm, case: Any, rank: int, world_size: int, port: int, connection: Connection, folder: Path) -> None:
+def _run_rank(
+    arm: Arm,
+    case: Any,
+    rank: int,
+    world_size: int,
+    port: int,
+    connection: Connection,
+    folder: Path,
+    conductor: Process,
+) -> None:
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.chdir(folder)
     os.environ.update(_environment(rank, world_size, port, folder.name))
+    # a conductor that was killed ends no rank, and one in mid-step or in a collective would not notice
+    ParentWatch(conductor).start()
     try:
         _prepare(rank)
         connection.send(("done", arm(case, rank, Gate(connection))))

@@ -18,7 +18,7 @@ from lightning_hetero.report.console import console
 
 DESCRIPTION = """\
 Look at the devices and measure them: type, free memory, speed of matrix products, links. Alone it describes this
-machine; under torchrun one device per rank, with the links between them.
+machine; under torchrun, or srun, one device per rank, with the links between them.
 
 Plans are made on the memory that is free now: a busy device is named with what is using it. A device is recognised
 again by its UUID, or by its node and type; where FILE exists, what changed since is said before it is replaced.
@@ -27,7 +27,8 @@ Measured speeds jitter, and do not make a plan invalid: a plan is checked agains
 EPILOG = """\
 examples:
   lightning-hetero discover --out cluster.yaml
-  torchrun --nnodes 2 --nproc-per-node 8 ... -m lightning_hetero discover --dtype bfloat16 --out cluster.yaml"""
+  torchrun --nnodes 2 --nproc-per-node 8 ... -m lightning_hetero discover --dtype bfloat16 --out cluster.yaml
+  srun --ntasks-per-node 8 lightning-hetero discover --dtype bfloat16 --out cluster.yaml"""
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

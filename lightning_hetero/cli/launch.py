@@ -67,7 +67,9 @@ def _from_slurm() -> Place | None:
         return Place(slurm.global_rank(), slurm.world_size(), slurm.local_rank(), slurm.main_address, slurm.main_port)
     except (RuntimeError, KeyError, ValueError) as error:
         raise HeteroError(
-            f"SLURM's variables do not say which rank this is ({error}): start with srun, one task per device"
+            f"SLURM's variables do not say which rank this is ({error}): start with srun and --ntasks-per-node, one "
+            "task per device; where nodes have different numbers of devices, start torchrun on each node by srun: "
+            "docs/launching.md has a script"
         ) from error
     finally:  # asking for the address has set them
         for name, value in before.items():

@@ -85,7 +85,7 @@ class HeteroAutoStrategy(HeteroStrategy):
         rank_zero_info(f"hetero_auto: {self.reason}")
         chosen: HeteroStrategy = self._pipe
         if not use_pipe:
-            self._pipe._watch = None
+            self._pipe.leave_environment()
             self._watch = watch
             self._fsdp.adopt(self)
             self._fsdp.companions.check()

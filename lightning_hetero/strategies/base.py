@@ -20,9 +20,10 @@ from torch import Tensor
 
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.errors import ClusterError, HeteroError, UnsupportedError, raise_all
-from lightning_hetero.strategies import lightning_adapter, torch_adapter
+from lightning_hetero.strategies import lightning_adapter, rank_count, torch_adapter
 from lightning_hetero.strategies.arguments import read_cluster
 from lightning_hetero.strategies.failure import FailureWatch, RankFailedError
+from lightning_hetero.strategies.parent import ParentWatch, watch_launcher
 
 _PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 _FP16 = "16-mixed"
@@ -97,6 +98,7 @@ class HeteroStrategy(ParallelStrategy):
             local = int(os.environ.get("LOCAL_WORLD_SIZE", self.cluster.world_size))
             self.parallel_devices = [torch.device("cpu")] * local
         self._watch: FailureWatch | None = None
+        self._launcher_watch: ParentWatch | None = None
 
     @property
     def is_distributed(self) -> bool:
@@ -126,15 +128,22 @@ class HeteroStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         # the last thing that Trainer.__init__ does with a strategy, before any process is started
-        self._check_trainer(lightning_adapter.trainer_arguments())
         assert self.cluster_environment is not None
+        arguments = lightning_adapter.trainer_arguments()
+        launched = rank_count.launched_on_node(self.cluster_environment)
+        is_auto = rank_count.number_of_devices(arguments.get("devices")) is None
+        if launched is not None and is_auto and isinstance(self.accelerator, CPUAccelerator):
+            # nodes may have different numbers of ranks, and "auto" is one on CPU
+            self.parallel_devices = [torch.device("cpu")] * launched
+        self._check_trainer(arguments)
+        self._launcher_watch = watch_launcher()
         if not self.cluster_environment.creates_processes_externally:
             self._launcher = lightning_adapter.SubprocessLauncher(
                 self.cluster_environment, self.num_processes, self.num_nodes
             )
 
     def _check_trainer(self, arguments: dict[str, Any]) -> None:
-        unfit = self._cluster_problems(arguments)
+        unfit = self._rank_problems(arguments)
         unsupported = [
             *self._precision_problems(arguments),
             *self._layer_problems(arguments),
@@ -152,25 +161,14 @@ class HeteroStrategy(ParallelStrategy):
         """Return what the strategy's own options ask of these ranks in vain."""
         return []
 
-    def _cluster_problems(self, arguments: dict[str, Any]) -> list[str]:
-        if self.cluster is None:
-            return []
+    def _rank_problems(self, arguments: dict[str, Any]) -> list[str]:
+        devices, environment = arguments.get("devices"), self.cluster_environment
         problems = []
-        if self.cluster.emulate and not isinstance(self.accelerator, CPUAccelerator):
-            problems.append(
-                f"cluster {self.cluster.name!r} is emulated by CPU ranks, but the accelerator is "
-                f"{type(self.accelerator).__name__}: pass Trainer(accelerator='cpu')"
-            )
-        asked = _number_of_devices(arguments.get("devices", "auto"))
-        ranks = self.world_size
-        if self.cluster.emulate and asked is not None:
-            ranks = asked * self.num_nodes
-        if ranks != self.cluster.world_size:
-            problems.append(
-                f"cluster {self.cluster.name!r} has {self.cluster.world_size} devices, but {ranks} ranks were asked "
-                f"for (devices={arguments.get('devices')!r}, num_nodes={self.num_nodes}): one rank per device; "
-                + ("leave devices out, or " if self.cluster.emulate else "")
-                + f"make both {self.cluster.world_size}"
+        if environment is not None and environment.creates_processes_externally:
+            problems += rank_count.node_problems(self.local_rank, self.num_processes, devices)
+        if self.cluster is not None:
+            problems += rank_count.cluster_problems(
+                self.cluster, devices, self.num_nodes, self.world_size, self.accelerator
             )
         return problems
 
@@ -215,6 +213,8 @@ class HeteroStrategy(ParallelStrategy):
             torch_adapter.default_store(), self.global_rank, self.world_size, where=lambda: f"in {self._where()}"
         )
         self._watch.start()
+        if self._launcher_watch is not None:
+            self._launcher_watch.stop()  # the ranks watch each other from here on
         assert self.lightning_module is not None
         lightning_adapter.keep_users_samplers(self.lightning_module.trainer)
         if self.cluster is not None and self.cluster.world_size != self.world_size:
@@ -370,18 +370,6 @@ class HeteroStrategy(ParallelStrategy):
         """Move what is not sharded to this rank's device."""
         assert self.model is not None
         self.model.to(self.root_device)
-
-
-def _number_of_devices(devices: Any) -> int | None:
-    """Return the number that ``Trainer(devices=...)`` asks for, or None for "auto"."""
-    if isinstance(devices, list | tuple):
-        return len(devices)
-    text = str(devices).strip()
-    if devices is None or text in ("auto", "-1"):
-        return None
-    if "," in text:
-        return len([part for part in text.split(",") if part])
-    return int(text) if text.isdigit() else None
 
 
 def _is_lost_connection(exception: BaseException) -> bool:

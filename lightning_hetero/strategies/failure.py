@@ -39,6 +39,9 @@ class FailureWatch:
         where: says what this rank is doing, for the message about a rank that cannot say so itself.
         poll_s: seconds between two looks at the store.
         grace_s: seconds that this rank gets to end by itself after another one failed.
+
+    Attributes:
+        beside: called at every look at the store, for what else is to be looked for.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class FailureWatch:
         self.peers = Peers(store, rank, world_size)
         self.poll_s = poll_s
         self.grace_s = grace_s
+        self.beside: Callable[[], None] = lambda: None
         self._where = where
         self._found: str | None = None
         self._failed_looks = 0
@@ -143,6 +147,7 @@ class FailureWatch:
 
     def _watch(self) -> None:
         while not self._done.wait(self.poll_s):
+            self.beside()
             message = self.first_failure() or self._look_around()
             if message is None or message.startswith(f"rank {self.rank} "):
                 continue

@@ -204,6 +204,7 @@ class FSDPSteps(RunningStrategy):
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step on this rank's samples; where it has none, the prediction is empty."""
+        self.begin_predict_batch()
         self.begin_batch(training=False)  # predicting logs nothing, so Lightning notes no batch
         return self._eval_step(super().predict_step, *args, **kwargs)
 

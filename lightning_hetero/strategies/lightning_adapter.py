@@ -5,7 +5,9 @@ Each piece says which private name it touches and why nothing public will do.
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -26,17 +28,21 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lightning_hetero.data import UnevenLoader, with_batch_sampler
+from lightning_hetero.strategies.parent import launching
 
 __all__ = [
     "SubprocessLauncher",
     "batches_to_skip",
     "clip_norms_by",
     "drop_loader_states",
+    "end_by_sigterm",
     "evaluation_loader",
     "forget_train_dataloader",
     "give_device_mesh",
     "init_process_group",
     "keep_users_samplers",
+    "obey_sigterm",
+    "on_sigterm",
     "reduce_over_ranks",
     "set_up_data",
     "track_indices",
@@ -46,6 +52,8 @@ __all__ = [
     "users_samplers_kept",
     "without_index_tracking",
 ]
+
+_log = logging.getLogger("lightning.pytorch")  # where the user looks for what a Trainer says
 
 init_process_group = _init_dist_connection
 reduce_over_ranks = _sync_ddp_if_available
@@ -78,10 +86,58 @@ class SubprocessLauncher(_SubprocessScriptLauncher):
         """Start the other ranks of this node, then call ``function``."""
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
-            self._call_children_scripts()
+            with launching():
+                self._call_children_scripts()
             _PatientObserver(main_pid=os.getpid(), child_processes=self.procs, sleep_period=1).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
+
+
+def on_sigterm(trainer: pl.Trainer, note: Callable[[], None]) -> Callable[..., None]:
+    """Have a SIGTERM noted and handed on to the ranks that this process launched, and nothing else, from now on.
+
+    ``_SignalConnector._sigterm_notifier_fn`` is what the Trainer puts in the signal's place when it begins to run. From
+    2.6 on it broadcasts from within the handler, on a process group that is in use.
+
+    Returns:
+        The handler, for a signal that was heard otherwise; only its first call does something.
+    """
+    noted, pid = False, os.getpid()
+
+    def handle(signum: int = signal.SIGTERM, frame: FrameType | None = None) -> None:
+        nonlocal noted
+        if os.getpid() != pid:  # a forked process, such as a loader's worker, has the handler, too
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+            return
+        if noted:
+            return
+        noted = True
+        note()
+        launcher = trainer.strategy.launcher
+        if launcher is not None:
+            launcher.kill(signum)
+        _log.info(f"[rank: {trainer.global_rank}] SIGTERM: all ranks end after the batch at hand")
+
+    trainer._signal_connector._sigterm_notifier_fn = handle  # type: ignore[method-assign, assignment]
+    return handle
+
+
+def end_by_sigterm(trainer: pl.Trainer) -> None:
+    """Have Lightning's loops raise SIGTERMException where they next look.
+
+    ``Trainer.received_sigterm`` reads the signal connector's attribute and has no setter.
+    """
+    trainer._signal_connector.received_sigterm = True
+
+
+def obey_sigterm(trainer: pl.Trainer) -> None:
+    """Do what this process would do on a SIGTERM if no Trainer ran.
+
+    The Trainer puts the handlers of before back after ``Strategy.teardown``; ``_SignalConnector.teardown`` does it now.
+    """
+    trainer._signal_connector.teardown()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def clip_norms_by(plugin: Precision, clip: Callable[[list[nn.Parameter], float], Tensor]) -> None:

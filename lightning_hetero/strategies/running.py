@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_hetero.callbacks.emulated_devices import EmulatedDevices
@@ -19,9 +23,11 @@ from lightning_hetero.plan import PipelinePlan, ShardPlan
 from lightning_hetero.strategies import lightning_adapter
 from lightning_hetero.strategies.base import HeteroStrategy
 from lightning_hetero.strategies.checkpoint_hooks import CheckpointHooks
+from lightning_hetero.strategies.ears import Ears
 from lightning_hetero.strategies.instruments import Instruments
 from lightning_hetero.strategies.stopping import StopAgreement
 from lightning_hetero.strategies.summary import StepRecorder
+from lightning_hetero.strategies.termination import Termination
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.loaders import Loaders
@@ -47,6 +53,8 @@ class RunningStrategy(CheckpointHooks, HeteroStrategy):
         self._accumulates = False  # whether the backward at hand leaves its gradients for later ones
         self._accumulated = False  # whether the last one did
         self._stops: StopAgreement | None = None
+        self._termination: Termination | None = None
+        self._ears: Ears | None = None
 
     @property
     def _trainer(self) -> pl.Trainer:
@@ -72,6 +80,44 @@ class RunningStrategy(CheckpointHooks, HeteroStrategy):
     def environment_is_there(self) -> None:
         """Agree with the other ranks on when to stop, from now on."""
         self._stops = self._stop_agreement()
+        self._termination = self._heed_sigterm()
+
+    def _heed_sigterm(self) -> Termination | None:
+        if self._watch is None or self.world_size == 1:
+            return None  # Lightning's own handler does
+        termination = Termination(
+            self._watch.store,
+            self.global_rank,
+            self.world_size,
+            give_up=self._end_at_once,
+            failed=self._watch.first_failure,
+        )
+        handle = lightning_adapter.on_sigterm(self._trainer, termination.ask)
+        ears = self._ears = Ears(signal.SIGTERM)
+
+        def look() -> None:
+            if ears.heard():
+                handle()
+            termination.look()
+
+        self._watch.beside = look
+        return termination
+
+    def leave_environment(self) -> None:
+        """Leave signals and the watch over the other ranks to a strategy that takes over."""
+        self._watch = None
+        self._heed_no_more()
+
+    def _heed_no_more(self) -> Termination | None:
+        termination, self._termination = self._termination, None
+        if self._ears is not None:
+            self._ears.close()
+            self._ears = None
+        return termination
+
+    def _end_at_once(self, why: str) -> None:
+        print(f"[rank {self.global_rank}] {why}", file=sys.stderr, flush=True)
+        os._exit(128 + signal.SIGTERM)
 
     def _stop_agreement(self) -> StopAgreement | None:
         if self._watch is None or self.world_size == 1:
@@ -152,6 +198,17 @@ class RunningStrategy(CheckpointHooks, HeteroStrategy):
         """Note that the batch at hand has ended, with all of its hooks."""
         if training and self._stops is not None:
             self._stops.look(self._trainer, "batch")
+        if self._termination is not None and self._termination.end_batch():
+            lightning_adapter.end_by_sigterm(self._trainer)
+
+    def begin_predict_batch(self) -> None:
+        """Note that the batch before has ended; predicting logs nothing, by which the other loops' ends are known.
+
+        Raises:
+            SIGTERMException: on all ranks, where one got a SIGTERM. Lightning's predicting does not look for it.
+        """
+        if self._termination is not None and self._termination.end_batch():
+            raise SIGTERMException
 
     def on_validation_start(self) -> None:
         """The time until the next training step is not a step's."""
@@ -169,6 +226,13 @@ class RunningStrategy(CheckpointHooks, HeteroStrategy):
         """End together, or say who does not."""
         if self._stops is not None:
             self._stops.look_at_end(self._trainer)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """End together, with the message of the rank that failed, if it was no SIGTERM that ends the run."""
+        termination = self._heed_no_more()
+        if isinstance(exception, SIGTERMException) and termination is not None and termination.is_due:
+            return  # the others end, too, and need not be told; teardown follows
+        super().on_exception(exception)
 
     def _measured(self) -> dict[str, Any]:
         """What this rank measured, as :class:`~lightning_hetero.strategies.rank_table.MeasuredRank` holds it."""
@@ -189,3 +253,7 @@ class RunningStrategy(CheckpointHooks, HeteroStrategy):
         if hasattr(self, "instruments"):
             self.instruments.close()
         super().teardown()
+        termination = self._heed_no_more()
+        if termination is not None and termination.is_asked and not termination.is_due:
+            # it came when no batch was to end any more; whoever sent it does not want the rest of the program
+            lightning_adapter.obey_sigterm(self._trainer)

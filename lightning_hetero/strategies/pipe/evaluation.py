@@ -101,6 +101,7 @@ class PipeEvaluation(RunningStrategy):
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """As :meth:`validation_step`: every rank of a pipeline has the predictions."""
+        self.begin_predict_batch()
         self.begin_batch(training=False)  # predicting logs nothing, so Lightning notes no batch
         return self._evaluate("predict_step", args, kwargs, self.precision_plugin.predict_step_context)
 
