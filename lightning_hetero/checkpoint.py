@@ -200,7 +200,13 @@ def read_sharded(
     set_model_state_dict(module, state["state_dict"], options=options)
     for i, optimizer in enumerate(optimizers):
         set_optimizer_state_dict(module, optimizer, state[f"optimizer_{i}"], options=options)
-    return torch.load(path / METADATA, map_location="cpu", weights_only=weights_only)
+    return read_values(path, weights_only)
+
+
+def read_values(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """Read all of a sharded checkpoint but the tensors of model and optimizers."""
+    values: dict[str, Any] = torch.load(path / METADATA, map_location="cpu", weights_only=weights_only)
+    return values
 
 
 def _sharded_state(module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero.models.gpt import GPT, GPTConfig
 from lightning_hetero.plan import ShardPlan
-from lightning_hetero.strategies import HeteroFSDPStrategy
+from lightning_hetero.strategies import HeteroFSDPStrategy, HeteroPipelineStrategy
 from tests.harness import WarmRanks
 from tests.pipe_runs import (
     CLASSES,
@@ -189,6 +189,28 @@ def test_to_hetero_fsdp_and_back(ranks: WarmRanks, tmp_path: Path, there: str) -
     state, expected = state_at(tmp_path / "c", 9)["state_dict"], state_at(tmp_path / "one", 9)["state_dict"]
     for name in straight["values"]:
         torch.testing.assert_close(state[name], expected[name], rtol=0, atol=1e-11, msg=name)
+
+
+def planned_anew(folder: str, resume: str, asked: int | None) -> Any:
+    """Go on with a plan made here, and a loader that says 8 samples a step on two ranks."""
+    saver, module = EveryStep(folder), seeded(Kept)
+    strategy = HeteroPipelineStrategy(cluster_of(2), global_batch_size=asked, summary=False)
+    trainer = trainer_of(None, strategy=strategy, devices=2, max_epochs=-1, max_steps=SAVE_AT + 2, callbacks=[saver])
+    trainer.fit(module, DataLoader(points(SAMPLES), batch_size=4), ckpt_path=resume)
+    assert strategy.plan is not None
+    return strategy.plan.global_batch_size, saver.losses
+
+
+@pytest.mark.parametrize("there", ["fsdp", pytest.param("sharded", marks=pytest.mark.slow)])
+def test_global_batch_of_a_checkpoint_is_planned_for(ranks: WarmRanks, tmp_path: Path, there: str) -> None:
+    straight = go(None, str(tmp_path / "one"), SAVE_AT + 2)
+    run(ranks, there, str(tmp_path / "a"), SAVE_AT)
+    resume = str(tmp_path / "a" / f"step={SAVE_AT}.ckpt")
+    for batch, losses in ranks.run(2, planned_anew, str(tmp_path / "b"), resume, None, process_group=False):
+        assert batch == TWO.batch == 10
+        assert losses == pytest.approx(straight["losses"][SAVE_AT:], rel=1e-10)
+    for batch, _ in ranks.run(2, planned_anew, str(tmp_path / "c"), resume, 9, process_group=False):
+        assert batch == 9
 
 
 class AfterSteps(EveryStep):

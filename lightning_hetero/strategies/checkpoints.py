@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,6 +102,25 @@ class Checkpoints(ABC):
         if isinstance(saved, Mapping) and saved.get("global_batch_size"):
             self._restore_run(dict(saved))
         return state
+
+    def saved_global_batch(self, path: Any) -> int | None:
+        """The global batch that a checkpoint was trained with, before anything of it is loaded (a collective).
+
+        None where it says nothing of it, or cannot be read: :meth:`load` then says why.
+        """
+        found = None
+        if self._strategy.is_global_zero:
+            with suppress(Exception):
+                found = self._run_of(path).get("global_batch_size")
+        found = self._strategy.broadcast(found)
+        return None if found is None else int(found)
+
+    def _run_of(self, path: Any) -> Mapping[str, Any]:
+        if "://" not in str(path):
+            path = swap.find(Path(path))
+            if state_io.is_sharded(path):
+                return state_io.read_values(path, self._weights_only).get(STATE_KEY, {})
+        return self._read_file(path, self._weights_only).get(STATE_KEY, {})
 
     def _read_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
         return self._strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)

@@ -33,6 +33,7 @@ from lightning_hetero.strategies.parent import launching
 __all__ = [
     "SubprocessLauncher",
     "batches_to_skip",
+    "checkpoint_to_come",
     "clip_norms_by",
     "drop_loader_states",
     "end_by_sigterm",
@@ -213,6 +214,20 @@ def trainer_arguments() -> dict[str, Any]:
             return {name: frame.f_locals.get(name) for name in ("devices", "precision", "sync_batchnorm")}
         frame = frame.f_back
     return {}
+
+
+def checkpoint_to_come(trainer: pl.Trainer) -> Any:
+    """Return the path of the checkpoint that a Trainer at its set-up will load; None if there is none.
+
+    ``Trainer.ckpt_path`` is None until the checkpoint is read, which is after the set-up where each rank loads its own
+    part. Its path is an argument of ``Trainer._run``, which is on the stack when it calls ``Strategy.setup``.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_run" and frame.f_locals.get("self") is trainer:
+            return frame.f_locals.get("ckpt_path")
+        frame = frame.f_back
+    return trainer.ckpt_path
 
 
 def train_loaders(trainer: pl.Trainer) -> int:

@@ -158,6 +158,7 @@ class HeteroPipelineStrategy(PipeSteps):
     def find_basis(self, trainer: pl.Trainer, module: pl.LightningModule) -> planning.Basis:
         """Measure what a plan is made from, and keep it for the plan (a collective); ``hetero_auto`` asks first."""
         self._know_cluster()
+        self._keep_global_batch(trainer)
         self.precision_plugin.convert_module(module)  # in place
         self._splitting = Splitting(self, trainer, module, self._module_name)
         return self._splitting.basis()
@@ -170,6 +171,7 @@ class HeteroPipelineStrategy(PipeSteps):
                 f"this {type(module).__name__} was cut by another hetero_pipe strategy: each rank has a part. "
                 "Build it anew and load a checkpoint, or go on with the same Trainer"
             )
+        self._keep_global_batch(trainer)
         self.model = self.precision_plugin.convert_module(module)
         splitting, self._splitting = self._splitting or Splitting(self, trainer, module, self._module_name), None
         self._model_key = ModelKey(type(module).__name__, size_of(splitting.placement.model))
@@ -217,8 +219,16 @@ class HeteroPipelineStrategy(PipeSteps):
         recomputed = {unit.name for unit in units} if self.assembly.recomputes else set()
         self._put_up_instruments(module, units, recomputed, halves=self.assembly.plan.schedule == "zero_bubble")
 
+    def _keep_global_batch(self, trainer: pl.Trainer) -> None:
+        """Plan for the global batch of the checkpoint that the fit goes on from, unless one is given (a collective)."""
+        path = lightning_adapter.checkpoint_to_come(trainer)
+        if trainer.state.fn == TrainerFn.FITTING and path is not None and self._given_plan is None:
+            saved = self._checkpoints.saved_global_batch(path)
+            if saved is not None:
+                self.loaders.keep_global_batch(saved)
+
     def restore_global_batch(self, saved: int) -> None:
-        """Tell of a checkpoint with another global batch; the plan was made for this run's."""
+        """Tell of a checkpoint with another global batch than the one that was asked for, or planned for before."""
         if self.global_batch_size not in (None, saved):
             rank_zero_info(
                 f"hetero_pipe: the checkpoint was trained with a global batch of {saved}, this run's is "

@@ -60,6 +60,11 @@ class PipeLoaders:
         fitting = module is None or module.trainer.state.fn == TrainerFn.FITTING
         self._made_for_evaluation = not (fitting or self.strategy.plan_is_given or self._asked is not None)
 
+    def keep_global_batch(self, saved: int) -> None:
+        """Take a checkpoint's global batch, unless another one was asked for; before anything is planned."""
+        if self._asked is None:
+            self._asked = self.global_batch_size = saved
+
     def process(self, loader: Any) -> Any:
         """Return what Lightning is to iterate in place of ``loader``."""
         strategy = self.strategy
