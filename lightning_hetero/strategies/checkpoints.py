@@ -119,8 +119,12 @@ class Checkpoints(ABC):
         if "://" not in str(path):
             path = swap.find(Path(path))
             if state_io.is_sharded(path):
-                return state_io.read_values(path, self._weights_only).get(STATE_KEY, {})
-        return self._read_file(path, self._weights_only).get(STATE_KEY, {})
+                return self._kept_in(state_io.read_values(path, self._weights_only))
+        return self._kept_in(self._read_file(path, self._weights_only))
+
+    def _kept_in(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        kept: Mapping[str, Any] = state.get(STATE_KEY, {})
+        return kept
 
     def _read_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
         return self._strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
