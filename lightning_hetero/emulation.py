@@ -86,6 +86,10 @@ class Emulation:
             by costs, such a backward takes its own seconds and those of the forward.
         halves: whether backwards run in two halves, as with zero-bubble schedules.
 
+    Attributes:
+        device_s: seconds that units took the device so far, as its own clock would say: their targets, and by how much
+            they were late. What the host does in units that take the device no time is not in it.
+
     Raises:
         ClusterError: the device has no speed and there are no costs.
         HeteroError: the costs lack a unit or this device type; lists all that is missing.
@@ -124,6 +128,7 @@ class Emulation:
         self._chained = False
         self._chain_s: float | None = None  # where the next unit of a chain begins; None: where its host begins it
         self._hidden_s = self.hidden_total_s = 0.0
+        self.device_s = 0.0
         self._overslept_s = 0.0
         self._owed_s = 0.0
         self._overruns: list[tuple[PhaseTally, float]] = []
@@ -313,11 +318,13 @@ class Emulation:
             self._owed_s -= repaid_s
         elif target_s >= _SHORT_S:
             tally.add_late(overrun_s)
+            self.device_s += overrun_s
             self._overslept_s = 0.0  # made up for, the CPU would only stay behind
         else:
             self._owed_s += overrun_s
             if target_s > 0:
                 self._overruns.append((tally, overrun_s))
+        self.device_s += target_s
         tally.add(target_s, time.perf_counter() - began_s)
 
     def _pace_chained(self, tally: PhaseTally, began_s: float, target_s: float) -> None:
@@ -332,7 +339,9 @@ class Emulation:
             _sleep_until(deadline_s)
         elif late_s > (0.0 if target_s >= _SHORT_S else _LAG_S):
             tally.add_late(late_s)
+            self.device_s += late_s
             self._chain_s = None
+        self.device_s += target_s
         tally.add(target_s, time.perf_counter() - start_s)
 
     def _end_step(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer

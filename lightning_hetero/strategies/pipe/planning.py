@@ -20,13 +20,16 @@ from lightning_hetero.errors import HeteroError
 from lightning_hetero.models.chains import find_chain, has_chain
 from lightning_hetero.models.inputs import class_loss
 from lightning_hetero.plan import PipelinePlan
+from lightning_hetero.planner.measured import UNKNOWN_OPTIMIZER
 from lightning_hetero.planner.pipeline import plan_pipeline
 from lightning_hetero.planner.training import Training
 from lightning_hetero.profiler.meta import meta_copy
 from lightning_hetero.profiler.units import profile_units
 from lightning_hetero.strategies.pipe.call import Call, find_call
+from lightning_hetero.strategies.pipe.message_probe import with_measured_links
 from lightning_hetero.strategies.pipe.placement import Placement, unit_with
 from lightning_hetero.strategies.planning import SAME_CLASS
+from lightning_hetero.units import format_seconds
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.pipeline import HeteroPipelineStrategy
@@ -90,6 +93,10 @@ def find_basis(
     else:
         share = max(1, batch_size // strategy.world_size)
         costs, planning_cluster = _measured(strategy, placement, call, dtype, share)
+    # links of emulated devices are not emulated, and one that is not given would cost nothing
+    planning_cluster = with_measured_links(
+        planning_cluster, strategy.global_rank, strategy.root_device, strategy.make_group
+    )
     optimizer = _optimizer_name(strategy, trainer)
     training = Training(batch_size, precision=precision, optimizer=optimizer)
     return Basis(costs, planning_cluster, training)
@@ -104,6 +111,15 @@ def _plan_on_rank_0(
         return plan_pipeline(cluster, costs, training, **arguments)
     except HeteroError as error:
         return error
+
+
+def with_optimizer(plan: PipelinePlan, seconds: Sequence[float | None]) -> PipelinePlan:
+    """The plan with what the slowest rank's optimizer takes at the end of a step; None of a rank was not measured."""
+    known = [each for each in seconds if each is not None]
+    if len(known) < len(seconds) or plan.predicted_step_s is None:
+        return plan.lasting(plan.predicted_step_s or 0.0, UNKNOWN_OPTIMIZER)
+    reason = f"beside its stages, a step takes {format_seconds(max(known))} for the optimizer, as measured"
+    return plan.lasting(plan.predicted_step_s + max(known), reason)
 
 
 def describe(plan: PipelinePlan) -> str:
