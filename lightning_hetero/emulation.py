@@ -213,7 +213,10 @@ class Emulation:
         self._chain_s = at_s
 
     def take_hidden_s(self) -> float:
-        """Seconds, since the last call, that chained units ran while their host was not between their marks yet."""
+        """Seconds, since the last call, by which chained units ran for longer than their host was between their marks.
+
+        Less than zero where the host was there for longer, as in units that take the device no time.
+        """
         hidden_s, self._hidden_s = self._hidden_s, 0.0
         return hidden_s
 
@@ -330,19 +333,21 @@ class Emulation:
     def _pace_chained(self, tally: PhaseTally, began_s: float, target_s: float) -> None:
         """Let a unit end ``target_s`` seconds after the end of the one before in its chain."""
         start_s = began_s if self._chain_s is None else min(self._chain_s, began_s)
-        self._hidden_s += began_s - start_s
-        self.hidden_total_s += began_s - start_s
         deadline_s = start_s + target_s
         late_s = time.perf_counter() - deadline_s
+        device_s = target_s
         self._chain_s = deadline_s
         if late_s <= 0:
             _sleep_until(deadline_s)
         elif late_s > (0.0 if target_s >= _SHORT_S else _LAG_S):
             tally.add_late(late_s)
-            self.device_s += late_s
+            device_s += late_s
             self._chain_s = None
-        self.device_s += target_s
-        tally.add(target_s, time.perf_counter() - start_s)
+        ended_s = time.perf_counter()
+        self.device_s += device_s
+        self._hidden_s += device_s - (ended_s - began_s)
+        self.hidden_total_s += device_s - (ended_s - began_s)
+        tally.add(target_s, ended_s - start_s)
 
     def _end_step(self) -> None:
         """Count short units as late where they were not made up for. The next step owes nothing."""

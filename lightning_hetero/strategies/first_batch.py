@@ -74,7 +74,11 @@ class FirstBatch:
         """As :meth:`measure_step`, of a step whose gradients are summed over all groups (a collective of all ranks)."""
         return self.measure_step(samples, crosses=True)
 
-    def measure_step(self, samples: int, crosses: bool = False) -> StepMeasurement:
+    def measure_accumulating(self, samples: int) -> StepMeasurement:
+        """As :meth:`measure_step`, of a step that adds to gradients that are there: the peak of micro-batches."""
+        return self.measure_step(samples, accumulates=True)
+
+    def measure_step(self, samples: int, crosses: bool = False, accumulates: bool = False) -> StepMeasurement:
         """Run forward and backward of so many samples; return busy seconds and peak bytes.
 
         As in Lightning's own steps, the gradients of the step before live through the forward: call
@@ -92,7 +96,8 @@ class FirstBatch:
                 if self._reduction is not None:
                     self._reduction.begin_forward()
                 loss = self._step(batch)
-                self.forget_gradients()
+                if not accumulates:
+                    self.forget_gradients()
                 if loss is not None and loss.requires_grad:
                     with self._reduced(crosses):
                         # a share of zero leaves no gradient behind, and costs what a real one costs

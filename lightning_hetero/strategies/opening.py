@@ -134,10 +134,10 @@ class Opening:
             capacity_bytes=strategy.cluster.devices[strategy.global_rank].memory_bytes,
             resident_bytes=planning.local_bytes(self._module.parameters()),
             run_crossing=first.measure_crossing if strategy.gradients.crosses else None,
+            run_accumulating=first.measure_accumulating,
         )
         first.forget_gradients()
-        trained = (parameter for parameter in self._module.parameters() if parameter.requires_grad)
-        own = replace(own, gradient_bytes=planning.local_bytes(trained), optimizer_s=self._optimizer_s())
+        own = replace(own, optimizer_s=self._optimizer_s())
         if key is not None:
             cache.store(key, asdict(own))
         return own

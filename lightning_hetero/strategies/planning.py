@@ -56,7 +56,7 @@ def pool_measurements(
         tuple(fixed),
         tuple(b for b in base if b is not None) if counted else None,
         tuple(g for g in growth if g is not None) if counted else None,
-        tuple(m.gradient_bytes for m in measured),
+        tuple(m.accumulating_bytes for m in measured),
         _least_of_groups([m.overhead_s for m in measured], groups or [range(len(measured))]),
         _once(measured),
     )

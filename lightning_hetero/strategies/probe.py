@@ -32,7 +32,7 @@ class RankMeasurement:
             resident; None where none is counted.
         bytes_per_sample: what each sample adds to the peak; None where none is counted.
         overhead_s: what a step takes beside the units, waiting for others included: communication, and Python.
-        gradient_bytes: of the rank's shards of all gradients, which a step of several micro-batches holds beside that.
+        accumulating_bytes: what a micro-batch that adds to gradients holds beside that.
         crossing_s: by how much a step takes longer whose gradients are summed over all groups, waiting included.
         input_s_per_sample: to read and collate a sample, where nobody does so ahead.
         optimizer_s: of one step of the optimizer on the rank's shards; None where it was not measured.
@@ -44,7 +44,7 @@ class RankMeasurement:
     base_bytes: int | None = None
     bytes_per_sample: float | None = None
     overhead_s: float = 0.0
-    gradient_bytes: int = 0
+    accumulating_bytes: int = 0
     crossing_s: float = 0.0
     input_s_per_sample: float = 0.0
     optimizer_s: float | None = None
@@ -75,6 +75,7 @@ def measure_rank(
     capacity_bytes: int | None = None,
     resident_bytes: int = 0,
     run_crossing: Callable[[int], StepMeasurement] | None = None,
+    run_accumulating: Callable[[int], StepMeasurement] | None = None,
 ) -> RankMeasurement:
     """Time steps of two sizes and fit ``fixed + per sample``.
 
@@ -89,6 +90,7 @@ def measure_rank(
         capacity_bytes: memory of the device; where peaks are known, no step is tried that might not fit it.
         resident_bytes: bytes that are there however few samples run (the rank's shards of the parameters).
         run_crossing: as ``run``, with gradients summed over all groups; None where that is no more than ``run`` does.
+        run_accumulating: as ``run``, adding to the gradients of the step before; None where no step has micro-batches.
 
     Returns:
         The shortest time of either size, since whatever disturbs a step makes it longer, and the line through them.
@@ -107,6 +109,7 @@ def measure_rank(
     step_s = min(m.busy_s for m in large)
     fixed_s = _intercept(few, min(m.busy_s for m in small), samples, step_s)
     crossed = [] if run_crossing is None else [run_crossing(samples) for _ in range(REPEATS)]
+    room_bytes = limit_bytes + resident_bytes
     found = RankMeasurement(
         samples,
         step_s,
@@ -114,12 +117,31 @@ def measure_rank(
         overhead_s=min(m.beside_s for m in (*small, *large)),
         crossing_s=_difference_s(crossed, large),
         input_s_per_sample=min(m.input_s for m in large) / samples,
+        accumulating_bytes=_accumulating_bytes(run_accumulating, (few, small[-1]), (samples, large[-1]), room_bytes),
     )
     peaks = (small[-1].peak_bytes, large[-1].peak_bytes)
     if one.peak_bytes is None or peaks[0] is None or peaks[1] is None:
         return found
     base_bytes = _base_bytes(few, peaks[0], samples, peaks[1], resident_bytes)
     return replace(found, base_bytes=base_bytes, bytes_per_sample=(peaks[1] - base_bytes) / samples)
+
+
+def _accumulating_bytes(
+    run: Callable[[int], StepMeasurement] | None,
+    few: tuple[int, StepMeasurement],
+    many: tuple[int, StepMeasurement],
+    room_bytes: float,
+) -> int:
+    """By how much the peak is higher where gradients are added to those that are there; of many samples if they fit."""
+    if run is None:
+        return 0
+
+    def more_bytes(samples: int, plain: StepMeasurement) -> int:
+        return max(0, (run(samples).peak_bytes or 0) - (plain.peak_bytes or 0))
+
+    of_few = more_bytes(*few)
+    # a second step in either case, for the others' sake
+    return more_bytes(*(many if (many[1].peak_bytes or 0) + of_few <= room_bytes else few))
 
 
 def _difference_s(with_it: Sequence[StepMeasurement], without: Sequence[StepMeasurement]) -> float:
