@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import UnitTiming
 from lightning_hetero.errors import InfeasibleError
-from lightning_hetero.plan import ModelKey, RankPrediction, ShardPlan
+from lightning_hetero.plan import ModelKey, RankPrediction, ShardPlan, even_parts
 from lightning_hetero.planner.batch import split_batch
 from lightning_hetero.planner.one_group import plan_one_group
 from lightning_hetero.simulator.memory import RankMemory
@@ -183,6 +183,12 @@ def _memory(ranks: MeasuredRanks, rank: int, is_split: bool) -> RankMemory:
     return RankMemory.measured(ranks.fixed_bytes[rank] + extra, ranks.bytes_per_sample[rank])
 
 
+def _peak_bytes(ranks: MeasuredRanks, rank: int, sizes: Sequence[int]) -> int:
+    """Of micro-batches of these samples: the first and largest one adds to no gradients, the others do."""
+    first = _memory(ranks, rank, is_split=False).peak_bytes(max(1, sizes[0]))
+    return max([first, *(_memory(ranks, rank, is_split=True).peak_bytes(max(1, size)) for size in sizes[1:2])])
+
+
 def _holds(cluster: Cluster, ranks: MeasuredRanks, rank: int, is_split: bool) -> int:
     """The most samples of a micro-batch of ``rank``, under 0 where not even its states fit."""
     most = _memory(ranks, rank, is_split).max_samples(cluster.devices[rank].memory_bytes)
@@ -240,7 +246,7 @@ def _with_micro_batches(
     sizes = tuple(-(-share // count_of[rank]) for rank, share in enumerate(shares))
     predictions = []
     for rank, share in enumerate(shares):
-        peak = _memory(ranks, rank, is_split=count_of[rank] > 1).peak_bytes(sizes[rank])
+        peak = _peak_bytes(ranks, rank, even_parts(share, count_of[rank]))
         busy_s = fixed[rank] + ranks.seconds_per_sample[rank] * share
         predictions.append(RankPrediction.of(busy_s, step_s, peak))
     split = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -46,7 +47,7 @@ def optimizer_s(
         agree: from the number of parameters that fit here to the number that every rank copies.
 
     Returns:
-        The shortest of some steps, since whatever disturbs one makes it longer; None for optimizers that are not
+        The median of some steps; None for optimizers that are not
         torch's own, which might keep or change something else, and for those that need a closure.
     """
     if not all(_is_known(each) for each in optimizers):
@@ -55,8 +56,7 @@ def optimizer_s(
     barrier()
     if not copied_bytes:
         return 0.0
-    shortest_s = min(_steps(copies, around, device))
-    return shortest_s * sum(map(_bytes, _trained(optimizers))) / copied_bytes
+    return statistics.median(_steps(copies, around, device)) * sum(map(_bytes, _trained(optimizers))) / copied_bytes
 
 
 def _is_known(optimizer: Optimizer) -> bool:

@@ -5,6 +5,7 @@ The times are those of the model's units (UnitTimer): a rank's own speed, though
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,7 +32,8 @@ class RankMeasurement:
         base_bytes: memory at a step without samples, by the line through both sizes and no less than what is
             resident; None where none is counted.
         bytes_per_sample: what each sample adds to the peak; None where none is counted.
-        overhead_s: what a step takes beside the units, waiting for others included: communication, and Python.
+        overhead_s: what a step takes beside the units, waiting for others included: communication, and Python; the
+            median of the larger steps.
         accumulating_bytes: what a micro-batch that adds to gradients holds beside that.
         crossing_s: by how much a step takes longer whose gradients are summed over all groups, waiting included.
         input_s_per_sample: to read and collate a sample, where nobody does so ahead.
@@ -114,7 +116,8 @@ def measure_rank(
         samples,
         step_s,
         fixed_s,
-        overhead_s=min(m.beside_s for m in (*small, *large)),
+        # what is typical, since it is in every step: the least would be too little
+        overhead_s=statistics.median(m.beside_s for m in large),
         crossing_s=_difference_s(crossed, large),
         input_s_per_sample=min(m.input_s for m in large) / samples,
         accumulating_bytes=_accumulating_bytes(run_accumulating, (few, small[-1]), (samples, large[-1]), room_bytes),
@@ -148,7 +151,7 @@ def _difference_s(with_it: Sequence[StepMeasurement], without: Sequence[StepMeas
     """By how much steps take longer beside their units; 0 where there are none of the first."""
     if not with_it:
         return 0.0
-    return max(0.0, min(m.beside_s for m in with_it) - min(m.beside_s for m in without))
+    return max(0.0, statistics.median(m.beside_s for m in with_it) - statistics.median(m.beside_s for m in without))
 
 
 def _rungs(max_samples: int) -> int:
