@@ -28,6 +28,7 @@ from lightning_hetero.strategies.pipe.assembly import Assembly
 from lightning_hetero.strategies.pipe.checkpoints import PipeCheckpoints
 from lightning_hetero.strategies.pipe.loaders import PipeLoaders
 from lightning_hetero.strategies.pipe.placement import move, size_of
+from lightning_hetero.strategies.pipe.rehearsal import Rehearsal
 from lightning_hetero.strategies.pipe.splitting import Splitting
 from lightning_hetero.strategies.pipe.strategy_steps import PipeSteps
 from lightning_hetero.strategies.planning import local_bytes
@@ -111,7 +112,7 @@ class HeteroPipelineStrategy(PipeSteps):
         self.basis: planning.Basis | None = None
         """the same with the devices that it was measured on; None where the plan was given"""
         self._splitting: Splitting | None = None  # that a plan was asked for beforehand
-        self._optimizer_is_planned = True  # a plan that was given is taken as it is
+        self._rest_is_planned = True  # a plan that was given is taken as it is
         self._users_loss_weight = loss_weight
         self._summary = summary
         self.loaders = PipeLoaders(self, global_batch_size)
@@ -182,7 +183,7 @@ class HeteroPipelineStrategy(PipeSteps):
             basis = splitting.basis()
             self.basis, self.unit_costs = basis, basis.costs
             self.plan = planning.make_plan(self, basis)
-            self._optimizer_is_planned = False
+            self._rest_is_planned = False
             rank_zero_info(f"hetero_pipe: {self.cluster.describe()}; {planning.describe(self.plan)}")
         assert self.plan is not None
         self.plan.validate(cluster=self.cluster, model=self._model_key)
@@ -247,21 +248,38 @@ class HeteroPipelineStrategy(PipeSteps):
         self.loaders.skip(lightning_adapter.batches_to_skip(self._trainer), self._trainer.current_epoch)
         self.instruments.count(self.optimizers)
         self.instruments.at_step(self._trainer.global_step)
-        if not self._optimizer_is_planned:
-            self._plan_optimizer()
+        if not self._rest_is_planned:
+            self._plan_the_rest()
         self._begin_to_count()
 
-    def _plan_optimizer(self) -> None:
-        """Add to the plan what the optimizer takes beside the stages, now that each rank has its own (a collective)."""
+    def _plan_the_rest(self) -> None:
+        """Add to the plan what only its own stages show: messages between them, and the optimizer (a collective)."""
         assert self.plan is not None
+        assert self.basis is not None
         assert self.cluster is not None
-        self._optimizer_is_planned = True
+        module = self.lightning_module
+        assert module is not None
+        self._rest_is_planned = True
+        rehearsal = Rehearsal(
+            self.assembly,
+            module,
+            self.basis.call,
+            self.instruments,
+            self.precision_plugin.forward_context,
+            self.root_device,
+        )
         free_bytes = self.cluster.devices[self.global_rank].memory_bytes - local_bytes(self._own_parameters())
+        taken_s = rehearsal.time_s(self.barrier)
         own_s = optimizer_s(
             self.optimizers, free_bytes, lambda: self.instruments.step(None, samples=1), self.root_device, self.barrier
         )
-        self.plan = planning.with_optimizer(self.plan, self.gather_objects(own_s))
-        self.assembly.plan = self.plan
+        everyones = self.gather_objects((rehearsal.micro_batches, taken_s, own_s))
+        # the first stage's backward is the last to end
+        firsts = [everyones[pipeline.rank_of(0)] for pipeline in self.plan.pipelines]
+        plan, self.basis = planning.with_messages(
+            self.plan, self.basis, [each[0] for each in firsts], [each[1] for each in firsts]
+        )
+        self.plan = self.assembly.plan = planning.with_optimizer(plan, [each[2] for each in everyones])
 
     def _own_parameters(self) -> list[torch.nn.Parameter]:
         module = self.lightning_module

@@ -22,6 +22,8 @@ from lightning_hetero.models.inputs import class_loss
 from lightning_hetero.plan import PipelinePlan
 from lightning_hetero.planner.measured import UNKNOWN_OPTIMIZER
 from lightning_hetero.planner.pipeline import plan_pipeline
+from lightning_hetero.planner.planned_stages import pipelines_seconds
+from lightning_hetero.planner.rehearsed import extra_hop_s, longer_s, with_slower_links
 from lightning_hetero.planner.training import Training
 from lightning_hetero.profiler.meta import meta_copy
 from lightning_hetero.profiler.units import profile_units
@@ -47,11 +49,13 @@ class Basis:
         costs: of the chain's units.
         cluster: with a type of its own for each device that measured otherwise than its type.
         training: global batch, precision, optimizer.
+        call: with what the model is called.
     """
 
     costs: ModelCosts
     cluster: Cluster
     training: Training
+    call: Call
 
 
 def make_plan(strategy: HeteroPipelineStrategy, basis: Basis) -> PipelinePlan:
@@ -99,7 +103,7 @@ def find_basis(
     )
     optimizer = _optimizer_name(strategy, trainer)
     training = Training(batch_size, precision=precision, optimizer=optimizer)
-    return Basis(costs, planning_cluster, training)
+    return Basis(costs, planning_cluster, training, call)
 
 
 def _plan_on_rank_0(
@@ -111,6 +115,27 @@ def _plan_on_rank_0(
         return plan_pipeline(cluster, costs, training, **arguments)
     except HeteroError as error:
         return error
+
+
+def with_messages(
+    plan: PipelinePlan, basis: Basis, micro_batches: Sequence[int], taken_s: Sequence[float]
+) -> tuple[PipelinePlan, Basis]:
+    """The plan and its basis with messages as long as a rehearsal of its pipelines has shown them.
+
+    Args:
+        plan: that was made from ``basis``.
+        basis: with the links that messages of nothing but themselves found.
+        micro_batches: of the rehearsal, by pipeline.
+        taken_s: seconds that it took, by pipeline.
+    """
+    if plan.predicted_step_s is None or all(len(pipeline.stages) == 1 for pipeline in plan.pipelines):
+        return plan, basis
+    seconds = pipelines_seconds(plan, basis.cluster, basis.costs, basis.training)
+    extra_s = extra_hop_s(plan, seconds, micro_batches, taken_s)
+    hop_s = extra_s + statistics.fmean(hop_s for own in seconds for hop_s in own.hop_s)
+    reason = f"from the end of a stage to the begin of the next one it takes {format_seconds(hop_s)}, as measured"
+    found = plan.lasting(plan.predicted_step_s + longer_s(plan, seconds, extra_s), reason)
+    return found, replace(basis, cluster=with_slower_links(basis.cluster, extra_s))
 
 
 def with_optimizer(plan: PipelinePlan, seconds: Sequence[float | None]) -> PipelinePlan:
