@@ -89,6 +89,9 @@ class Emulation:
     Attributes:
         device_s: seconds that units took the device so far, as its own clock would say: their targets, and by how much
             they were late. What the host does in units that take the device no time is not in it.
+        chained: whether the units of the last step followed one another as in a queue.
+        hidden_total_s: seconds so far by which chained units ran for longer than their host was between their marks;
+            less than zero where the host was there for longer, as in units that take the device no time.
 
     Raises:
         ClusterError: the device has no speed and there are no costs.
@@ -125,9 +128,9 @@ class Emulation:
         self._began_s = 0.0
         self._flops = 0
         self._peak_bytes = 0
-        self._chained = False
+        self.chained = False
         self._chain_s: float | None = None  # where the next unit of a chain begins; None: where its host begins it
-        self._hidden_s = self.hidden_total_s = 0.0
+        self.hidden_total_s = 0.0
         self.device_s = 0.0
         self._overslept_s = 0.0
         self._owed_s = 0.0
@@ -191,7 +194,7 @@ class Emulation:
         self._samples = samples
         if self.storages is not None:
             self.storages.add(tensors, "the batch")
-        self._active, self._chained = True, chained
+        self._active, self.chained = True, chained
         if not chained:
             self._chain_s = None
         try:
@@ -211,14 +214,6 @@ class Emulation:
                 until its host begins the next unit.
         """
         self._chain_s = at_s
-
-    def take_hidden_s(self) -> float:
-        """Seconds, since the last call, by which chained units ran for longer than their host was between their marks.
-
-        Less than zero where the host was there for longer, as in units that take the device no time.
-        """
-        hidden_s, self._hidden_s = self._hidden_s, 0.0
-        return hidden_s
 
     def speed_flops_per_s(self) -> float:
         """The device's speed now, asked at every unit."""
@@ -307,7 +302,7 @@ class Emulation:
 
     def _pace(self, name: str, phase: Phase, began_s: float, target_s: float) -> None:
         """Let ``target_s`` seconds have passed since ``began_s``, less what is overdue."""
-        if self._chained:
+        if self.chained:
             self._pace_chained(self._tallies.setdefault((name, phase), PhaseTally()), began_s, target_s)
             return
         done_s = time.perf_counter()
@@ -345,7 +340,6 @@ class Emulation:
             self._chain_s = None
         ended_s = time.perf_counter()
         self.device_s += device_s
-        self._hidden_s += device_s - (ended_s - began_s)
         self.hidden_total_s += device_s - (ended_s - began_s)
         tally.add(target_s, ended_s - start_s)
 

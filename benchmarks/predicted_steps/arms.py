@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -9,11 +10,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from benchmarks.hetero_speedup.gate import Gate, GateCallback
 from benchmarks.predicted_steps.models import loader_of, module_of
 from benchmarks.predicted_steps.setting import FSDP, Setting
-from lightning_hetero.plan import ShardPlan
+from lightning_hetero.plan import ShardPlan, even_parts
 from lightning_hetero.strategies import HeteroFSDPStrategy, HeteroPipelineStrategy
 
 STEPS = 200
 """of the data: more than are run, so that no epoch ends among them"""
+
+PLENTY_MIB = 2**14
 
 
 def run(setting: Setting, rank: int, gate: Gate) -> dict[str, Any]:
@@ -60,10 +63,9 @@ def _strategy(setting: Setting) -> HeteroFSDPStrategy | HeteroPipelineStrategy:
 
 def _shard_before(setting: Setting, module: LightningModule) -> None:
     """Shard the module in groups by a fit of one step, whose groups later ones keep."""
-    cluster = setting.cluster()
-    parts = [setting.global_batch // setting.world_size] * setting.world_size
-    parts[0] += setting.global_batch - sum(parts)
-    plan = ShardPlan(setting.global_batch, tuple(parts), setting.groups, cluster.device_types())
+    cluster = replace(setting, memory_mib=(PLENTY_MIB,)).cluster()
+    parts = even_parts(setting.global_batch, setting.world_size)
+    plan = ShardPlan(setting.global_batch, parts, setting.groups, cluster.device_types())
     strategy = HeteroFSDPStrategy(cluster, plan, summary=False)
     _fit(setting, module, strategy, [], max_steps=1)
 
