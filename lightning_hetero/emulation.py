@@ -89,7 +89,6 @@ class Emulation:
     Attributes:
         device_s: seconds that units took the device so far, as its own clock would say: their targets, and by how much
             they were late. What the host does in units that take the device no time is not in it.
-        chained: whether the units of the last step followed one another as in a queue.
         hidden_total_s: seconds so far by which chained units ran for longer than their host was between their marks;
             less than zero where the host was there for longer, as in units that take the device no time.
 
@@ -128,7 +127,7 @@ class Emulation:
         self._began_s = 0.0
         self._flops = 0
         self._peak_bytes = 0
-        self.chained = False
+        self._chained = False
         self._chain_s: float | None = None  # where the next unit of a chain begins; None: where its host begins it
         self.hidden_total_s = 0.0
         self.device_s = 0.0
@@ -194,7 +193,7 @@ class Emulation:
         self._samples = samples
         if self.storages is not None:
             self.storages.add(tensors, "the batch")
-        self._active, self.chained = True, chained
+        self._active, self._chained = True, chained
         if not chained:
             self._chain_s = None
         try:
@@ -302,7 +301,7 @@ class Emulation:
 
     def _pace(self, name: str, phase: Phase, began_s: float, target_s: float) -> None:
         """Let ``target_s`` seconds have passed since ``began_s``, less what is overdue."""
-        if self.chained:
+        if self._chained:
             self._pace_chained(self._tallies.setdefault((name, phase), PhaseTally()), began_s, target_s)
             return
         done_s = time.perf_counter()
