@@ -51,6 +51,14 @@ def test_small_memory_makes_more_and_smaller_micro_batches():
     found.validate(cluster(170, 170, 10_000, 10_000))
 
 
+def test_the_first_micro_batch_adds_to_no_gradients():
+    """Of 15 samples in 2 parts, 8 come first, without earlier gradients; 7 then, with 20 bytes of them."""
+    ranks = MeasuredRanks((1.0, 1.0), (0.0, 0.0), (100, 100), (10.0, 10.0), (2, 20))
+    found = planned(ranks, (185, 10_000), ((0, 1),), 30)
+    assert (found.batch_shares, found.micro_batches) == ((15, 15), (2,))
+    assert [each.peak_memory_bytes for each in found.predictions] == [180, 190]
+
+
 def test_groups_have_numbers_of_their_own():
     found = planned(FAST_SMALL, (170, 170, 10_000, 10_000), PAIRS)
     assert found.micro_batches == (4, 1)
