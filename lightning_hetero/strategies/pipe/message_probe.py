@@ -39,11 +39,15 @@ def with_measured_links(cluster: Cluster, rank: int, device: torch.device, make_
     by_node = [cluster.ranks_of(node) for node in cluster.nodes]
     within = next((ranks for ranks in by_node if len(ranks) > 1), ())
     firsts = tuple(ranks[0] for ranks in by_node)
-    found = {}
-    for name, ranks in (("within_node", within), ("between_nodes", firsts)):
-        if len(ranks) > 1 and (cluster.emulate or getattr(cluster, name) is None):
-            found[name] = _link(ranks, rank, device, make_group)
-    return replace(cluster, **found)
+
+    def measured(given: Link | None, ranks: Sequence[int]) -> Link | None:
+        if len(ranks) < 2 or not (cluster.emulate or given is None):
+            return given
+        return _link(ranks, rank, device, make_group)
+
+    # on all ranks in this order
+    within_node = measured(cluster.within_node, within)
+    return replace(cluster, within_node=within_node, between_nodes=measured(cluster.between_nodes, firsts))
 
 
 def _link(ranks: Sequence[int], rank: int, device: torch.device, make_group: MakeGroup) -> Link:
