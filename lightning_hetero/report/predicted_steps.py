@@ -39,7 +39,7 @@ def plot_predicted_steps(rows: Mapping[str, Mapping[str, Any]], path: str | os.P
     left.invert_yaxis()
     for strategy, color in colors.items():
         left.plot([], [], "o", color=color, label=strategy)
-    left.legend(fontsize=8, frameon=False, loc="lower left")
+    left.legend(fontsize=8, frameon=False, loc="upper right")
     title(figure, f"{len(rows)} settings, each planned from what it measured; shaded: within 5 %", emulated=True)
     save_figure(figure, path)
 
