@@ -86,6 +86,12 @@ class Emulation:
             by costs, such a backward takes its own seconds and those of the forward.
         halves: whether backwards run in two halves, as with zero-bubble schedules.
 
+    Attributes:
+        device_s: seconds that units took the device so far, as its own clock would say: their targets, and by how much
+            they were late. What the host does in units that take the device no time is not in it.
+        hidden_total_s: seconds so far by which chained units ran for longer than their host was between their marks;
+            less than zero where the host was there for longer, as in units that take the device no time.
+
     Raises:
         ClusterError: the device has no speed and there are no costs.
         HeteroError: the costs lack a unit or this device type; lists all that is missing.
@@ -123,7 +129,8 @@ class Emulation:
         self._peak_bytes = 0
         self._chained = False
         self._chain_s: float | None = None  # where the next unit of a chain begins; None: where its host begins it
-        self._hidden_s = self.hidden_total_s = 0.0
+        self.hidden_total_s = 0.0
+        self.device_s = 0.0
         self._overslept_s = 0.0
         self._owed_s = 0.0
         self._overruns: list[tuple[PhaseTally, float]] = []
@@ -206,11 +213,6 @@ class Emulation:
                 until its host begins the next unit.
         """
         self._chain_s = at_s
-
-    def take_hidden_s(self) -> float:
-        """Seconds, since the last call, that chained units ran while their host was not between their marks yet."""
-        hidden_s, self._hidden_s = self._hidden_s, 0.0
-        return hidden_s
 
     def speed_flops_per_s(self) -> float:
         """The device's speed now, asked at every unit."""
@@ -313,27 +315,32 @@ class Emulation:
             self._owed_s -= repaid_s
         elif target_s >= _SHORT_S:
             tally.add_late(overrun_s)
+            self.device_s += overrun_s
             self._overslept_s = 0.0  # made up for, the CPU would only stay behind
         else:
             self._owed_s += overrun_s
             if target_s > 0:
                 self._overruns.append((tally, overrun_s))
+        self.device_s += target_s
         tally.add(target_s, time.perf_counter() - began_s)
 
     def _pace_chained(self, tally: PhaseTally, began_s: float, target_s: float) -> None:
         """Let a unit end ``target_s`` seconds after the end of the one before in its chain."""
         start_s = began_s if self._chain_s is None else min(self._chain_s, began_s)
-        self._hidden_s += began_s - start_s
-        self.hidden_total_s += began_s - start_s
         deadline_s = start_s + target_s
         late_s = time.perf_counter() - deadline_s
+        device_s = target_s
         self._chain_s = deadline_s
         if late_s <= 0:
             _sleep_until(deadline_s)
         elif late_s > (0.0 if target_s >= _SHORT_S else _LAG_S):
             tally.add_late(late_s)
+            device_s += late_s
             self._chain_s = None
-        tally.add(target_s, time.perf_counter() - start_s)
+        ended_s = time.perf_counter()
+        self.device_s += device_s
+        self.hidden_total_s += device_s - (ended_s - began_s)
+        tally.add(target_s, ended_s - start_s)
 
     def _end_step(self) -> None:
         """Count short units as late where they were not made up for. The next step owes nothing."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_hetero.cluster import Cluster, Device
 from lightning_hetero.errors import InfeasibleError
 from lightning_hetero.plan import even_parts
-from lightning_hetero.planner.measured import MeasuredRanks, plan_measured
+from lightning_hetero.planner.measured import MeasuredRanks, OncePerStep, plan_measured
 from lightning_hetero.planner.one_group import plan_one_group
 
 FAST_SMALL = MeasuredRanks(
@@ -51,6 +51,14 @@ def test_small_memory_makes_more_and_smaller_micro_batches():
     found.validate(cluster(170, 170, 10_000, 10_000))
 
 
+def test_the_first_micro_batch_adds_to_no_gradients():
+    """Of 15 samples in 2 parts, 8 come first, without earlier gradients; 7 then, with 20 bytes of them."""
+    ranks = MeasuredRanks((1.0, 1.0), (0.0, 0.0), (100, 100), (10.0, 10.0), (2, 20))
+    found = planned(ranks, (185, 10_000), ((0, 1),), 30)
+    assert (found.batch_shares, found.micro_batches) == ((15, 15), (2,))
+    assert [each.peak_memory_bytes for each in found.predictions] == [180, 190]
+
+
 def test_groups_have_numbers_of_their_own():
     found = planned(FAST_SMALL, (170, 170, 10_000, 10_000), PAIRS)
     assert found.micro_batches == (4, 1)
@@ -59,13 +67,41 @@ def test_groups_have_numbers_of_their_own():
 
 def test_a_micro_batch_costs_what_it_measured_beside_computing():
     free = planned(FAST_SMALL, (170, 170, 10_000, 10_000))
-    dear = planned(replace(FAST_SMALL, overhead_s=0.5), (170, 170, 10_000, 10_000))
-    too_dear = planned(replace(FAST_SMALL, overhead_s=100.0), (170, 170, 10_000, 10_000))
+    dear = planned(replace(FAST_SMALL, overhead_s=(0.5,) * 4), (170, 170, 10_000, 10_000))
+    too_dear = planned(replace(FAST_SMALL, overhead_s=(100.0,) * 4), (170, 170, 10_000, 10_000))
     assert free.predicted_step_s == 16
     assert dear.predicted_step_s == pytest.approx(16 + 4 * 0.5)
     assert too_dear.micro_batches == ()
     assert too_dear.batch_shares == (7, 7, 17, 17)
     assert too_dear.predicted_step_s == pytest.approx(34 + 100)
+
+
+def test_groups_have_what_their_own_micro_batches_take():
+    """A rank alone has nobody to wait for; the step is that of the slower group with its own communication."""
+    found = planned(replace(FAST_SMALL, overhead_s=(1.0, 1.0, 3.0, 3.0)), (10_000,) * 4, PAIRS)
+    assert found.batch_shares == (16, 16, 8, 8)
+    assert found.predicted_step_s == 16 + 3
+    assert [each.busy_s for each in found.predictions] == [16] * 4
+
+
+def test_what_a_step_takes_once_is_counted_once():
+    once = OncePerStep(crossing_s=2.0, optimizer_s=0.5, input_s_per_sample=0.25)
+    ranks = replace(FAST_SMALL, overhead_s=(0.125,) * 4, once=once)
+    plain = planned(ranks, (10_000,) * 4)
+    assert plain.predicted_step_s == 16 + 0.125 + 2 + 0.5 + 0.25 * 16
+    assert plain.predictions[0].idle_share == pytest.approx(1 - 16 / plain.predicted_step_s)
+    split = planned(ranks, (170, 170, 10_000, 10_000))
+    assert split.micro_batches == (4,)
+    assert split.predicted_step_s == 16 + 4 * 0.125 + 2 + 0.5 + 0.25 * 16
+    assert "communication and Python 500 ms, gradients between groups 2 s, optimizer 500 ms, input 4 s" in " ".join(
+        split.reasons
+    )
+
+
+def test_an_optimizer_that_was_not_measured_is_said():
+    found = planned(replace(FAST_SMALL, once=OncePerStep(optimizer_s=None)), (10_000,) * 4)
+    assert found.predicted_step_s == 16
+    assert "optimizer's step could not be measured" in found.reasons[-1]
 
 
 def test_a_batch_that_does_not_fit_at_once_is_cut():
@@ -116,7 +152,7 @@ def test_every_micro_batch_fits_and_none_is_worse_than_one(ranks, batch, groups,
         (90,) * 4,
         tuple(float(r[3]) for r in ranks),
         (5,) * 4,
-        beside / 10,
+        (beside / 10,) * 4,
     )
     devices = cluster(*(r[2] for r in ranks))
     try:
@@ -131,14 +167,14 @@ def test_every_micro_batch_fits_and_none_is_worse_than_one(ranks, batch, groups,
         size = -(-found.batch_shares[rank] // count)
         assert 90 + (5 if count > 1 else 0) + r[3] * size <= r[2]
         busy = r[1] * count + r[0] * found.batch_shares[rank]
-        assert busy + measured.overhead_s * count <= found.predicted_step_s * (1 + 1e-9)
+        assert busy + beside / 10 * count <= found.predicted_step_s * (1 + 1e-9)
     if found.micro_batches:
         # ranks that shard wait for each other in every micro-batch
         marching = 0.0
         for group, count in zip(found.groups, found.micro_batches, strict=True):
             sizes = {rank: even_parts(found.batch_shares[rank], count) for rank in group}
             seconds = [max(ranks[r][1] + ranks[r][0] * max(1, sizes[r][k]) for r in group) for k in range(count)]
-            marching = max(marching, sum(seconds) + measured.overhead_s * count)
+            marching = max(marching, sum(seconds) + beside / 10 * count)
         assert found.predicted_step_s == pytest.approx(marching)
     try:
         plain = plan_one_group(
@@ -151,4 +187,4 @@ def test_every_micro_batch_fits_and_none_is_worse_than_one(ranks, batch, groups,
         )
     except InfeasibleError:
         return
-    assert found.predicted_step_s <= plain.predicted_step_s + measured.overhead_s + 1e-9
+    assert found.predicted_step_s <= plain.predicted_step_s + beside / 10 + 1e-9

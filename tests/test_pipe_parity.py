@@ -48,6 +48,8 @@ def check(ranks: WarmRanks, fit: PipeFit, *, bitwise: bool) -> list[dict[str, An
         slow(replace(ONE, precision="32-true")),
         replace(ONE, schedule="zero_bubble"),
         replace(ONE, cuts=((3, 2, 3, 2),), ranks_of=(2,), schedule="interleaved_1f1b"),
+        # the last stage answers two stages of one rank: the attention mask comes from the first one
+        replace(ONE, cuts=((3, 2, 2, 3),), ranks_of=(2,), schedule="interleaved_1f1b"),
         slow(replace(ONE, checkpointing=True)),
         slow(replace(ONE, cuts=((10,),))),
         replace(ONE, samples=27),
@@ -59,6 +61,7 @@ def check(ranks: WarmRanks, fit: PipeFit, *, bitwise: bool) -> list[dict[str, An
         "32-true",
         "zero bubble",
         "interleaved",
+        "interleaved, a value skips stages",
         "checkpointing",
         "one stage",
         "short last batch",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,6 +52,38 @@ def test_a_line_through_small_peaks_is_not_believed():
     """One and two samples peak at another moment than many do, so their line says that any number fits."""
     found, tried = measured([(10_000, 0), (0, 4_000)], 90_000, 200_000, 512)
     assert found.samples == max(tried) == 22  # 90 kB of 0.9 x 200 kB are free, and a sample takes 4
+
+
+def test_what_summing_over_groups_adds_is_the_difference_of_medians():
+    beside = {
+        "plain": iter([9.0] * 2 + [0.3, 0.3, 0.1, 0.3, 0.3, 0.2, 0.3, 0.3, 0.9]),
+        "crossing": iter([0.5, 0.4, 3.0]),
+    }
+
+    def run(samples: int, kind: str = "plain") -> StepMeasurement:
+        return StepMeasurement(0.1 * samples, None, 0.1 * samples + next(beside[kind]), input_s=0.02 * samples)
+
+    found = measure_rank(run, 2, run_crossing=lambda samples: run(samples, "crossing"))
+    assert found.overhead_s == pytest.approx(0.2)
+    assert found.crossing_s == pytest.approx(0.3)
+    assert found.input_s_per_sample == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "tried", "extra"), [(10**6, [4, 16], 5), (int((1000 + 16 * 10) / 0.9), [3, 3], 40)]
+)
+def test_what_accumulating_adds_is_measured_where_it_fits(capacity, tried, extra):
+    seen = []
+
+    def accumulating(samples: int) -> StepMeasurement:
+        seen.append(samples)
+        return StepMeasurement(0.1, 1000 + 10 * samples + (40 if samples < 5 else 5))
+
+    def run(samples: int) -> StepMeasurement:
+        return StepMeasurement(1e-3 * samples, 1000 + 10 * samples)
+
+    found = measure_rank(run, 16, capacity_bytes=capacity, resident_bytes=1000, run_accumulating=accumulating)
+    assert (seen, found.accumulating_bytes) == (tried, extra)
 
 
 def test_no_step_is_longer_than_the_budget_allows():

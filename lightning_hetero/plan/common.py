@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -54,6 +54,8 @@ class PlanFile(ABC):
     STRATEGY: ClassVar[str]
     predicted_step_s: float | None
     lower_bound_s: float | None
+    predictions: tuple[RankPrediction, ...]
+    reasons: tuple[str, ...]
 
     @property
     def gap(self) -> float | None:
@@ -61,6 +63,19 @@ class PlanFile(ABC):
         if self.predicted_step_s is None or not self.lower_bound_s:
             return None
         return self.predicted_step_s / self.lower_bound_s - 1
+
+    def lasting(self, step_s: float, *reasons: str) -> Self:
+        """The same plan with another predicted step time, and further reasons."""
+        if step_s == self.predicted_step_s and not reasons:
+            return self
+        predictions = tuple(RankPrediction.of(each.busy_s, step_s, each.peak_memory_bytes) for each in self.predictions)
+        found: Self = replace(
+            self,  # type: ignore[type-var]
+            predicted_step_s=step_s,
+            predictions=predictions,
+            reasons=(*self.reasons, *reasons),
+        )
+        return found
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import UnitTiming
 from lightning_hetero.errors import InfeasibleError
-from lightning_hetero.plan import ModelKey, RankPrediction, ShardPlan
+from lightning_hetero.plan import ModelKey, RankPrediction, ShardPlan, even_parts
 from lightning_hetero.planner.batch import split_batch
 from lightning_hetero.planner.one_group import plan_one_group
 from lightning_hetero.simulator.memory import RankMemory
@@ -17,6 +18,32 @@ from lightning_hetero.units import format_bytes, format_seconds
 
 WORTH_IT = 0.01
 """a step must become faster by this share for another micro-batch"""
+
+UNKNOWN_OPTIMIZER = "the optimizer's step could not be measured beforehand, and is not counted"
+"""the reason of a plan that says so"""
+
+
+@dataclass(frozen=True)
+class OncePerStep:
+    """Seconds of a step that do not depend on its micro-batches.
+
+    Args:
+        crossing_s: gradients that are summed over all groups, as far as that does not hide.
+        optimizer_s: the slowest rank's optimizer; None where it was not measured.
+        input_s_per_sample: to read and collate a sample, where nobody does so ahead.
+    """
+
+    crossing_s: float = 0.0
+    optimizer_s: float | None = 0.0
+    input_s_per_sample: float = 0.0
+
+    def parts_s(self, shares: Sequence[int]) -> dict[str, float]:
+        """Seconds by what takes them; ranks that shard wait for the one that reads most."""
+        return {
+            "gradients between groups": self.crossing_s,
+            "optimizer": self.optimizer_s or 0.0,
+            "input": self.input_s_per_sample * max(shares, default=0),
+        }
 
 
 @dataclass(frozen=True)
@@ -29,7 +56,9 @@ class MeasuredRanks:
         fixed_bytes: without samples; None where memory is not counted.
         bytes_per_sample: what each sample of a micro-batch adds; None where memory is not counted.
         accumulating_bytes: what a step of several micro-batches holds beside that: the gradients of earlier ones.
-        overhead_s: what a micro-batch takes beside computing: communication that does not hide, and Python.
+        overhead_s: per rank, what a micro-batch takes its group beside computing: communication that does not hide,
+            and Python. By default nothing.
+        once: what a step takes once beside its micro-batches.
     """
 
     seconds_per_sample: Sequence[float]
@@ -37,7 +66,12 @@ class MeasuredRanks:
     fixed_bytes: Sequence[int] | None = None
     bytes_per_sample: Sequence[float] | None = None
     accumulating_bytes: Sequence[int] | None = None
-    overhead_s: float = 0.0
+    overhead_s: Sequence[float] = ()
+    once: OncePerStep = OncePerStep()
+
+    def group_overhead_s(self, group: Sequence[int]) -> float:
+        """What a micro-batch takes a group beside computing."""
+        return max((self.overhead_s[rank] for rank in group), default=0.0) if self.overhead_s else 0.0
 
 
 def plan_measured(
@@ -53,8 +87,8 @@ def plan_measured(
     """The fastest shares for these groups under memory; more and smaller micro-batches where memory is what limits.
 
     Rank r of a group with m micro-batches is busy for ``m * fixed_seconds[r] + seconds_per_sample[r] * share`` seconds,
-    takes ``m * overhead_s`` beside that, and holds ``ceil(share / m)`` samples at once. Ranks that shard wait for each
-    other in every micro-batch.
+    takes ``m * overhead_s[r]`` beside that, and holds ``ceil(share / m)`` samples at once. Ranks that shard wait for
+    each other in every micro-batch. What a step takes once comes on top.
 
     Args:
         cluster: one device per rank.
@@ -87,7 +121,7 @@ def plan_measured(
     except InfeasibleError:
         if not micro_batches or ranks.fixed_bytes is None or not _holds_a_sample(cluster, ranks):
             raise
-    best = None if plain is None else _with_overhead(_as_groups(plain, groups, modes), ranks.overhead_s)
+    best = None if plain is None else _with_overhead(_as_groups(plain, groups, modes), ranks)
     if micro_batches and ranks.fixed_bytes is not None:
         for counts in _counts(cluster, ranks, groups, global_batch_size):
             tried = _with_micro_batches(cluster, ranks, groups, modes, counts, global_batch_size, model)
@@ -98,18 +132,36 @@ def plan_measured(
             f"no number of micro-batches lets the ranks hold {global_batch_size} samples a step: use activation "
             "checkpointing, or leave the smallest device out"
         )
-    return best
+    return _with_once(best, ranks)
 
 
-def _with_overhead(plan: ShardPlan, overhead_s: float) -> ShardPlan:
-    """The plan of one micro-batch a step, with what its step takes beside computing."""
-    if not overhead_s:
-        return plan
-    computing_s = plan.predicted_step_s or 0.0
-    step_s = computing_s + overhead_s
-    predictions = tuple(RankPrediction.of(each.busy_s, step_s, each.peak_memory_bytes) for each in plan.predictions)
-    reason = f"beside computing, a step takes {format_seconds(overhead_s)}, as measured: communication, and Python"
-    return replace(plan, predicted_step_s=step_s, predictions=predictions, reasons=(*plan.reasons, reason))
+def _with_overhead(plan: ShardPlan, ranks: MeasuredRanks) -> ShardPlan:
+    """The plan of one micro-batch a step, with what that takes each group beside computing."""
+    step_s = max(
+        max(plan.predictions[rank].busy_s for rank in group) + ranks.group_overhead_s(group) for group in plan.groups
+    )
+    return plan.lasting(step_s)
+
+
+def _with_once(plan: ShardPlan, ranks: MeasuredRanks) -> ShardPlan:
+    """The plan with what its step takes once, and a reason that says what is beside computing."""
+    parts = {"communication and Python": _beside_s(plan, ranks)} | ranks.once.parts_s(plan.batch_shares)
+    once_s = math.fsum(ranks.once.parts_s(plan.batch_shares).values())
+    parts = {name: seconds for name, seconds in parts.items() if seconds > 0}
+    reasons = []
+    if parts:
+        shown = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts.items())
+        total = format_seconds(math.fsum(parts.values()))
+        reasons.append(f"beside computing, a step takes {total}, as measured: {shown}")
+    if ranks.once.optimizer_s is None:
+        reasons.append(UNKNOWN_OPTIMIZER)
+    return plan.lasting((plan.predicted_step_s or 0.0) + once_s, *reasons)
+
+
+def _beside_s(plan: ShardPlan, ranks: MeasuredRanks) -> float:
+    """What the micro-batches of a step take beside computing, of the group that takes longest."""
+    counts = [plan.micro_batches_of(index) for index in range(len(plan.groups))]
+    return max(count * ranks.group_overhead_s(group) for group, count in zip(plan.groups, counts, strict=True))
 
 
 def _as_groups(plan: ShardPlan, groups: tuple[tuple[int, ...], ...], modes: tuple[str, ...]) -> ShardPlan:
@@ -129,6 +181,12 @@ def _memory(ranks: MeasuredRanks, rank: int, is_split: bool) -> RankMemory:
     assert ranks.bytes_per_sample is not None
     extra = ranks.accumulating_bytes[rank] if is_split and ranks.accumulating_bytes is not None else 0
     return RankMemory.measured(ranks.fixed_bytes[rank] + extra, ranks.bytes_per_sample[rank])
+
+
+def _peak_bytes(ranks: MeasuredRanks, rank: int, sizes: Sequence[int]) -> int:
+    """Of micro-batches of these samples: the first and largest one adds to no gradients, the others do."""
+    first = _memory(ranks, rank, is_split=False).peak_bytes(max(1, sizes[0]))
+    return max([first, *(_memory(ranks, rank, is_split=True).peak_bytes(max(1, size)) for size in sizes[1:2])])
 
 
 def _holds(cluster: Cluster, ranks: MeasuredRanks, rank: int, is_split: bool) -> int:
@@ -179,7 +237,8 @@ def _with_micro_batches(
     limits = [_holds(cluster, ranks, rank, is_split=count_of[rank] > 1) * count_of[rank] for rank in world]
     if min(limits) < 1 or sum(limits) < global_batch_size:
         return None
-    taken = [own + ranks.overhead_s * count_of[rank] for rank, own in enumerate(fixed)]
+    beside = {rank: ranks.group_overhead_s(group) for group in groups for rank in group}
+    taken = [own + beside[rank] * count_of[rank] for rank, own in enumerate(fixed)]
     shares = split_batch(ranks.seconds_per_sample, taken, global_batch_size, max_samples=limits, min_samples=1)
     step_s = max(
         _group_s(ranks, group, mode, count, shares) for group, mode, count in zip(groups, modes, counts, strict=True)
@@ -187,7 +246,7 @@ def _with_micro_batches(
     sizes = tuple(-(-share // count_of[rank]) for rank, share in enumerate(shares))
     predictions = []
     for rank, share in enumerate(shares):
-        peak = _memory(ranks, rank, is_split=count_of[rank] > 1).peak_bytes(sizes[rank])
+        peak = _peak_bytes(ranks, rank, even_parts(share, count_of[rank]))
         busy_s = fixed[rank] + ranks.seconds_per_sample[rank] * share
         predictions.append(RankPrediction.of(busy_s, step_s, peak))
     split = [
@@ -221,7 +280,7 @@ def _group_s(ranks: MeasuredRanks, group: Sequence[int], mode: str, count: int, 
         Passes.of([UnitTiming(ranks.fixed_seconds[rank], ranks.seconds_per_sample[rank], 0.0, 0.0)]) for rank in group
     ]
     own = [shares[rank] for rank in group]
-    return group_s(passes, own, count, Traffic.none(units=1), mode) + count * ranks.overhead_s
+    return group_s(passes, own, count, Traffic.none(units=1), mode) + count * ranks.group_overhead_s(group)
 
 
 def _step_s(plan: ShardPlan) -> float:

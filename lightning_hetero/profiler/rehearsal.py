@@ -32,6 +32,7 @@ class Rehearsal:
         device: where it runs.
         generator: of the random inputs, on ``device``; on meta there is none.
         around: makes a context around each timed forward and backward, given the samples.
+        now: the clock by which they are timed, where it is another than the device's: that of an emulated one.
     """
 
     def __init__(
@@ -41,8 +42,9 @@ class Rehearsal:
         device: torch.device,
         generator: torch.Generator | None = None,
         around: Callable[[int], AbstractContextManager[object]] = nullcontext,
+        now: Callable[[], float] | None = None,
     ) -> None:
-        self._around = around
+        self._around, self._now = around, now
         self.module = module
         self.call = call
         self.device = device
@@ -100,7 +102,7 @@ class Rehearsal:
             parameter.grad = None
         # Copies, since a unit may change its input in place, which a leaf does not allow.
         args, kwargs = _copied(args), _copied(kwargs)
-        clock = _Clock(self.device)
+        clock = _Clock(self.device, self._now)
         clock.mark()
         output = self.module(*args, **kwargs)
         clock.mark()
@@ -131,16 +133,16 @@ class Rehearsal:
 
 
 class _Clock:
-    """Points in time on a device: events on CUDA, the host's clock on CPU."""
+    """Points in time on a device: events on CUDA, the host's clock on CPU, or another clock that is given."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._device = device
+    def __init__(self, device: torch.device, now: Callable[[], float] | None) -> None:
+        self._cuda = device.type == "cuda" and now is None
+        self._device, self._now = device, now or time.perf_counter
         self._marks: list[Any] = []
 
     def mark(self) -> None:
         if not self._cuda:
-            self._marks.append(time.perf_counter())
+            self._marks.append(self._now())
             return
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))

@@ -178,7 +178,8 @@ class _Runs:
         module.train(self.units[index].module.training)
         emulation = self._emulation(module)
         around = nullcontext if emulation is None else lambda samples: emulation.step(samples=samples)
-        rehearsal = Rehearsal(module, self.counted.calls.first[index], self.device, generator, around)
+        now = None if emulation is None else lambda: emulation.device_s
+        rehearsal = Rehearsal(module, self.counted.calls.first[index], self.device, generator, around, now)
         points: list[TimingPoint] = []
         more = 0
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from lightning_hetero.data import UnevenLoader
 from lightning_hetero.profiler.flops import FlopCounter
 from lightning_hetero.strategies import torch_adapter
+from lightning_hetero.strategies.gradients import GradientReduction
 from lightning_hetero.strategies.instruments import Instruments
 from lightning_hetero.strategies.probe import StepMeasurement
 from lightning_hetero.strategies.untouched import same_random_states, seed_all, untouched
@@ -29,6 +31,7 @@ class FirstBatch:
         to_device: the strategy's ``batch_to_device``.
         context: the precision plugin's context for a training step, entered around forward.
         instruments: time this rank, count its memory, emulate its device.
+        reduction: sums gradients as in training; None leaves it to FSDP2.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class FirstBatch:
         to_device: Callable[[Any], Any],
         context: Callable[[], Any],
         instruments: Instruments,
+        reduction: GradientReduction | None = None,
     ) -> None:
         self.module = module
         self.loader = loader
@@ -47,6 +51,7 @@ class FirstBatch:
         self._to_device = to_device
         self._context = context
         self._instruments = instruments
+        self._reduction = reduction
         self._parameters = list(module.parameters())
 
     def batch(self, samples: int) -> Any:
@@ -65,26 +70,48 @@ class FirstBatch:
             items = fetch(indices) if callable(fetch) else [dataset[i] for i in indices]
             return self._to_device(collate(items))
 
-    def measure_step(self, samples: int) -> StepMeasurement:
+    def measure_crossing(self, samples: int) -> StepMeasurement:
+        """As :meth:`measure_step`, of a step whose gradients are summed over all groups (a collective of all ranks)."""
+        return self.measure_step(samples, crosses=True)
+
+    def measure_accumulating(self, samples: int) -> StepMeasurement:
+        """As :meth:`measure_step`, of a step that adds to gradients that are there: the peak of micro-batches."""
+        return self.measure_step(samples, accumulates=True)
+
+    def measure_step(self, samples: int, crosses: bool = False, accumulates: bool = False) -> StepMeasurement:
         """Run forward and backward of so many samples; return busy seconds and peak bytes.
 
         As in Lightning's own steps, the gradients of the step before live through the forward: call
         :meth:`forget_gradients` after the last one.
         """
         with untouched(self.module):
+            read_s = time.perf_counter()
             batch = self.batch(samples)
+            # workers read ahead
+            input_s = 0.0 if self.loader is None or self.loader.num_workers else time.perf_counter() - read_s
             self._instruments.take_peak_bytes()
             self._instruments.take_busy_s()
             began_s = time.perf_counter()
             with self._instruments.step(batch):
+                if self._reduction is not None:
+                    self._reduction.begin_forward()
                 loss = self._step(batch)
-                self.forget_gradients()
+                if not accumulates:
+                    self.forget_gradients()
                 if loss is not None and loss.requires_grad:
-                    # a share of zero leaves no gradient behind, and costs what a real one costs
-                    (loss * 0.0).backward()  # type: ignore[no-untyped-call]
+                    with self._reduced(crosses):
+                        # a share of zero leaves no gradient behind, and costs what a real one costs
+                        (loss * 0.0).backward()  # type: ignore[no-untyped-call]
             busy_s = self._instruments.take_busy_s()
             wall_s = time.perf_counter() - began_s
-        return StepMeasurement(busy_s, self._instruments.take_peak_bytes(), wall_s)
+        return StepMeasurement(busy_s, self._instruments.take_peak_bytes(), wall_s, input_s)
+
+    def _reduced(self, crosses: bool) -> AbstractContextManager[None]:
+        """The context of a backward: its gradients are summed in the group, and over all groups where it crosses."""
+        if self._reduction is None:
+            return nullcontext()
+        # FSDP2's own hybrid sharding would keep what it has not summed over all groups for the next backward
+        return self._reduction.backward(is_last=crosses or not self._reduction.crosses)
 
     def count_flops(self) -> float:
         """Return the FLOPs of forward and backward of one sample."""

@@ -65,6 +65,8 @@ class Instruments:
         self._emulation: Emulation | None = None
         self._marks: UnitMarks | None = None
         self._inside = False
+        self._device_s = 0.0  # of the emulated device's clock when busy seconds were taken last
+        self._queued = False  # whether actions have run since then
         if emulated is not None:
             # the timer stands around the emulation, so that what it reads includes the sleep
             self._emulation = Emulation(
@@ -101,6 +103,7 @@ class Instruments:
     @contextmanager
     def action(self, batch: Any, samples: int) -> Iterator[None]:
         """Around what a stage of a pipeline runs, one action after the other as in an accelerator's queue."""
+        self._queued = True
         for listener in self._listeners:
             listener.begin_action()
         try:
@@ -164,8 +167,13 @@ class Instruments:
 
     def take_busy_s(self) -> float:
         """Return the seconds that this rank's own units took since the last call."""
-        hidden_s = 0.0 if self._emulation is None else self._emulation.take_hidden_s()
-        return self.timer.take_s() + hidden_s
+        timed_s = self.timer.take_s()
+        if self._emulation is None:
+            return timed_s
+        device_s, self._device_s = self._emulation.device_s - self._device_s, self._emulation.device_s
+        queued, self._queued = self._queued, False
+        # in a queue, what the host does between the marks is none of the device's time
+        return device_s if queued else timed_s
 
     def take_peak_bytes(self) -> int | None:
         """Return the peak memory since the last call; None where nothing counts it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -17,6 +17,7 @@ from lightning_hetero.profiler.cache import CacheKey, MeasurementCache
 from lightning_hetero.strategies import lightning_adapter, planning
 from lightning_hetero.strategies.first_batch import FirstBatch
 from lightning_hetero.strategies.loss_check import batch_norm_problem, check_mean_loss, combine_findings
+from lightning_hetero.strategies.optimizer_probe import optimizer_s
 from lightning_hetero.strategies.probe import RankMeasurement, measure_rank
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Opening:
             to_device=strategy.batch_to_device,
             context=strategy.precision_plugin.train_step_context,
             instruments=strategy.instruments,
+            reduction=strategy.gradients,
         )
 
     def _check(self, first: FirstBatch, batch: Any) -> None:
@@ -104,7 +106,9 @@ class Opening:
         own = self._measurement(first, max_samples=max(1, global_batch_size // strategy.world_size))
         if own.base_bytes is not None:
             own = replace(own, base_bytes=own.base_bytes + planning.state_to_come_bytes(strategy.optimizers))
-        costs = planning.pool_measurements(strategy.gather_objects(own), strategy.cluster.device_types())
+        costs = planning.pool_measurements(
+            strategy.gather_objects(own), strategy.cluster.device_types(), strategy.groups.replicas
+        )
         strategy.measured_costs = costs
         plan: ShardPlan = strategy.broadcast(strategy.plan_from(global_batch_size, costs))
         return plan
@@ -129,13 +133,29 @@ class Opening:
             max_samples,
             capacity_bytes=strategy.cluster.devices[strategy.global_rank].memory_bytes,
             resident_bytes=planning.local_bytes(self._module.parameters()),
+            run_crossing=first.measure_crossing if strategy.gradients.crosses else None,
+            run_accumulating=first.measure_accumulating,
         )
         first.forget_gradients()
-        trained = (parameter for parameter in self._module.parameters() if parameter.requires_grad)
-        own = replace(own, gradient_bytes=planning.local_bytes(trained))
+        own = replace(own, optimizer_s=self._optimizer_s())
         if key is not None:
             cache.store(key, asdict(own))
         return own
+
+    def _optimizer_s(self) -> float | None:
+        """Return what a step of the optimizer takes on this rank (a collective); None where that is not known."""
+        strategy = self._strategy
+        assert strategy.cluster is not None
+        memory_bytes = strategy.cluster.devices[strategy.global_rank].memory_bytes
+        return optimizer_s(
+            strategy.optimizers,
+            memory_bytes - planning.local_bytes(self._module.parameters()),
+            strategy.instruments.step,
+            strategy.root_device,
+            strategy.barrier,
+            # an optimizer that looks at whole tensors sends for each: all ranks step the same ones
+            agree=lambda count: min(strategy.gather_numbers(count)),
+        )
 
     def _cache_key(self, first: FirstBatch, max_samples: int) -> CacheKey:
         strategy, module = self._strategy, self._module
@@ -150,6 +170,13 @@ class Opening:
             emulate=strategy.cluster.emulate,
             conditions={
                 "ranks": strategy.world_size,
+                "groups": strategy.layout.groups,
+                "measured": [field.name for field in fields(RankMeasurement)],
+                "optimizers": [
+                    (type(each).__name__, each.defaults.get("fused"), each.defaults.get("foreach"))
+                    for each in strategy.optimizers
+                ],
+                "workers": None if first.loader is None else first.loader.num_workers,
                 "max_samples": max_samples,
                 "memory_bytes": device.memory_bytes,
                 "reshard_after_forward": strategy.reshards,

@@ -21,14 +21,17 @@ from lightning_hetero.plan import ModelKey, PipelinePlan
 from lightning_hetero.strategies import lightning_adapter, results_adapter
 from lightning_hetero.strategies.arguments import read_costs, read_plan
 from lightning_hetero.strategies.loss_weight import LossWeight, loss_weight_problems
+from lightning_hetero.strategies.optimizer_probe import optimizer_s
 from lightning_hetero.strategies.pipe import planning
 from lightning_hetero.strategies.pipe.arguments import PipelineOptions, pipeline_problems, refused_callbacks
 from lightning_hetero.strategies.pipe.assembly import Assembly
 from lightning_hetero.strategies.pipe.checkpoints import PipeCheckpoints
 from lightning_hetero.strategies.pipe.loaders import PipeLoaders
 from lightning_hetero.strategies.pipe.placement import move, size_of
+from lightning_hetero.strategies.pipe.rehearsal import Rehearsal
 from lightning_hetero.strategies.pipe.splitting import Splitting
 from lightning_hetero.strategies.pipe.strategy_steps import PipeSteps
+from lightning_hetero.strategies.planning import local_bytes
 from lightning_hetero.strategies.scaler import share_scaler
 
 _PLACED = "_hetero_pipe_placed_by"
@@ -109,6 +112,7 @@ class HeteroPipelineStrategy(PipeSteps):
         self.basis: planning.Basis | None = None
         """the same with the devices that it was measured on; None where the plan was given"""
         self._splitting: Splitting | None = None  # that a plan was asked for beforehand
+        self._rest_is_planned = True  # a plan that was given is taken as it is
         self._users_loss_weight = loss_weight
         self._summary = summary
         self.loaders = PipeLoaders(self, global_batch_size)
@@ -179,6 +183,7 @@ class HeteroPipelineStrategy(PipeSteps):
             basis = splitting.basis()
             self.basis, self.unit_costs = basis, basis.costs
             self.plan = planning.make_plan(self, basis)
+            self._rest_is_planned = False
             rank_zero_info(f"hetero_pipe: {self.cluster.describe()}; {planning.describe(self.plan)}")
         assert self.plan is not None
         self.plan.validate(cluster=self.cluster, model=self._model_key)
@@ -186,7 +191,7 @@ class HeteroPipelineStrategy(PipeSteps):
         placement = splitting.for_micro_batches(self.plan.micro_batch_size)
         module.__dict__[_PLACED] = id(self)
         self._assembly = Assembly(
-            self.plan, placement, self.global_rank, self.root_device, self._make_group, self.gather_objects
+            self.plan, placement, self.global_rank, self.root_device, self.make_group, self.gather_objects
         )
         move(module, self.root_device)
         self._roles_and_log(module, placement)
@@ -197,7 +202,7 @@ class HeteroPipelineStrategy(PipeSteps):
         assert self.model is not None
         move(self.model, self.root_device)
 
-    def _make_group(self, ranks: Any, backend: str | None = None) -> Any:
+    def make_group(self, ranks: Any, backend: str | None = None) -> Any:
         """Make a process group of some ranks (called on all ranks in the same order)."""
         if self.world_size == 1:
             return None
@@ -243,7 +248,43 @@ class HeteroPipelineStrategy(PipeSteps):
         self.loaders.skip(lightning_adapter.batches_to_skip(self._trainer), self._trainer.current_epoch)
         self.instruments.count(self.optimizers)
         self.instruments.at_step(self._trainer.global_step)
+        if not self._rest_is_planned:
+            self._plan_the_rest()
         self._begin_to_count()
+
+    def _plan_the_rest(self) -> None:
+        """Add to the plan what only its own stages show: messages between them, and the optimizer (a collective)."""
+        assert self.plan is not None
+        assert self.basis is not None
+        assert self.cluster is not None
+        module = self.lightning_module
+        assert module is not None
+        self._rest_is_planned = True
+        rehearsal = Rehearsal(
+            self.assembly,
+            module,
+            self.basis.call,
+            self.instruments,
+            self.precision_plugin.forward_context,
+            self.root_device,
+        )
+        free_bytes = self.cluster.devices[self.global_rank].memory_bytes - local_bytes(self._own_parameters())
+        taken_s = rehearsal.time_s(self.barrier)
+        own_s = optimizer_s(
+            self.optimizers, free_bytes, lambda: self.instruments.step(None, samples=1), self.root_device, self.barrier
+        )
+        everyones = self.gather_objects((rehearsal.micro_batches, taken_s, own_s))
+        # the first stage's backward is the last to end
+        firsts = [everyones[pipeline.rank_of(0)] for pipeline in self.plan.pipelines]
+        plan, self.basis = planning.with_messages(
+            self.plan, self.basis, [each[0] for each in firsts], [each[1] for each in firsts]
+        )
+        self.plan = self.assembly.plan = planning.with_optimizer(plan, [each[2] for each in everyones])
+
+    def _own_parameters(self) -> list[torch.nn.Parameter]:
+        module = self.lightning_module
+        assert module is not None
+        return [parameter for parameter in module.parameters() if not parameter.is_meta]
 
     def _clip(self, parameters: list[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
         """Clip by the norm over all stages, which every rank finds alike."""

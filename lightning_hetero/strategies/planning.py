@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.errors import InfeasibleError
 from lightning_hetero.plan import ModelKey, ShardPlan
-from lightning_hetero.planner.measured import MeasuredRanks, plan_measured
+from lightning_hetero.planner.measured import MeasuredRanks, OncePerStep, plan_measured
 from lightning_hetero.planner.one_group import plan_one_group
 from lightning_hetero.strategies.layout import Layout
 from lightning_hetero.strategies.probe import RankMeasurement
@@ -23,10 +23,17 @@ SAME_CLASS = 0.05
 """devices of one type whose measured speeds differ by less than this share count as equal"""
 
 
-def pool_measurements(measured: Sequence[RankMeasurement], device_types: Sequence[str]) -> MeasuredRanks:
+def pool_measurements(
+    measured: Sequence[RankMeasurement], device_types: Sequence[str], groups: Sequence[Sequence[int]] = ()
+) -> MeasuredRanks:
     """Put the ranks' measurements together; devices of a type that measured about alike count as one class.
 
     Each rank's measurement is noisy; a class's median is less so, and equal devices then get equal shares.
+
+    Args:
+        measured: of each rank.
+        device_types: of each rank.
+        groups: ranks that wait for each other in every micro-batch; by default all of them.
     """
     per_sample = [0.0] * len(measured)
     fixed = [0.0] * len(measured)
@@ -49,9 +56,25 @@ def pool_measurements(measured: Sequence[RankMeasurement], device_types: Sequenc
         tuple(fixed),
         tuple(b for b in base if b is not None) if counted else None,
         tuple(g for g in growth if g is not None) if counted else None,
-        tuple(m.gradient_bytes for m in measured),
-        # the slowest rank waits for nobody: what it has beside its units is nobody's waiting
-        min(m.overhead_s for m in measured),
+        tuple(m.accumulating_bytes for m in measured),
+        _least_of_groups([m.overhead_s for m in measured], groups or [range(len(measured))]),
+        _once(measured),
+    )
+
+
+def _least_of_groups(seconds: Sequence[float], groups: Sequence[Sequence[int]]) -> tuple[float, ...]:
+    """By rank, the least of its group: the slowest rank waits for nobody, others for it."""
+    least = {rank: min(seconds[each] for each in group) for group in groups for rank in group}
+    return tuple(least[rank] for rank in range(len(seconds)))
+
+
+def _once(measured: Sequence[RankMeasurement]) -> OncePerStep:
+    steps = [m.optimizer_s for m in measured]
+    return OncePerStep(
+        # as above: others wait for the slowest group
+        crossing_s=min(m.crossing_s for m in measured),
+        optimizer_s=None if None in steps else max(step for step in steps if step is not None),
+        input_s_per_sample=max(m.input_s_per_sample for m in measured),
     )
 
 

@@ -5,8 +5,9 @@ The times are those of the model's units (UnitTimer): a rank's own speed, though
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 REPEATS = 3
 """of each size that is timed"""
@@ -31,8 +32,12 @@ class RankMeasurement:
         base_bytes: memory at a step without samples, by the line through both sizes and no less than what is
             resident; None where none is counted.
         bytes_per_sample: what each sample adds to the peak; None where none is counted.
-        overhead_s: what a step takes beside the units, waiting for others included: communication, and Python.
-        gradient_bytes: of the rank's shards of all gradients, which a step of several micro-batches holds beside that.
+        overhead_s: what a step takes beside the units, waiting for others included: communication, and Python; the
+            median of the larger steps.
+        accumulating_bytes: what a micro-batch that adds to gradients holds beside that.
+        crossing_s: by how much a step takes longer whose gradients are summed over all groups, waiting included.
+        input_s_per_sample: to read and collate a sample, where nobody does so ahead.
+        optimizer_s: of one step of the optimizer on the rank's shards; None where it was not measured.
     """
 
     samples: int
@@ -41,16 +46,28 @@ class RankMeasurement:
     base_bytes: int | None = None
     bytes_per_sample: float | None = None
     overhead_s: float = 0.0
-    gradient_bytes: int = 0
+    accumulating_bytes: int = 0
+    crossing_s: float = 0.0
+    input_s_per_sample: float = 0.0
+    optimizer_s: float | None = None
 
 
 @dataclass(frozen=True)
 class StepMeasurement:
-    """One step: busy seconds, peak bytes where the device counts them, and seconds from start to end."""
+    """One step: busy seconds, peak bytes where the device counts them, and seconds from start to end.
+
+    ``input_s`` is what reading its samples took, before it began.
+    """
 
     busy_s: float
     peak_bytes: int | None
     wall_s: float = 0.0
+    input_s: float = 0.0
+
+    @property
+    def beside_s(self) -> float:
+        """Seconds of it that are none of the units'."""
+        return max(0.0, self.wall_s - self.busy_s)
 
 
 def measure_rank(
@@ -59,6 +76,8 @@ def measure_rank(
     budget_s: float = 2.0,
     capacity_bytes: int | None = None,
     resident_bytes: int = 0,
+    run_crossing: Callable[[int], StepMeasurement] | None = None,
+    run_accumulating: Callable[[int], StepMeasurement] | None = None,
 ) -> RankMeasurement:
     """Time steps of two sizes and fit ``fixed + per sample``.
 
@@ -72,6 +91,8 @@ def measure_rank(
             samples are run whatever they take, since one size alone gives no line.
         capacity_bytes: memory of the device; where peaks are known, no step is tried that might not fit it.
         resident_bytes: bytes that are there however few samples run (the rank's shards of the parameters).
+        run_crossing: as ``run``, with gradients summed over all groups; None where that is no more than ``run`` does.
+        run_accumulating: as ``run``, adding to the gradients of the step before; None where no step has micro-batches.
 
     Returns:
         The shortest time of either size, since whatever disturbs a step makes it longer, and the line through them.
@@ -89,12 +110,48 @@ def measure_rank(
         large.append(run(samples))
     step_s = min(m.busy_s for m in large)
     fixed_s = _intercept(few, min(m.busy_s for m in small), samples, step_s)
-    overhead_s = max(0.0, min(m.wall_s - m.busy_s for m in (*small, *large)))
+    crossed = [] if run_crossing is None else [run_crossing(samples) for _ in range(REPEATS)]
+    room_bytes = limit_bytes + resident_bytes
+    found = RankMeasurement(
+        samples,
+        step_s,
+        fixed_s,
+        # what is typical, since it is in every step: the least would be too little
+        overhead_s=statistics.median(m.beside_s for m in large),
+        crossing_s=_difference_s(crossed, large),
+        input_s_per_sample=min(m.input_s for m in large) / samples,
+        accumulating_bytes=_accumulating_bytes(run_accumulating, (few, small[-1]), (samples, large[-1]), room_bytes),
+    )
     peaks = (small[-1].peak_bytes, large[-1].peak_bytes)
     if one.peak_bytes is None or peaks[0] is None or peaks[1] is None:
-        return RankMeasurement(samples, step_s, fixed_s, overhead_s=overhead_s)
+        return found
     base_bytes = _base_bytes(few, peaks[0], samples, peaks[1], resident_bytes)
-    return RankMeasurement(samples, step_s, fixed_s, base_bytes, (peaks[1] - base_bytes) / samples, overhead_s)
+    return replace(found, base_bytes=base_bytes, bytes_per_sample=(peaks[1] - base_bytes) / samples)
+
+
+def _accumulating_bytes(
+    run: Callable[[int], StepMeasurement] | None,
+    few: tuple[int, StepMeasurement],
+    many: tuple[int, StepMeasurement],
+    room_bytes: float,
+) -> int:
+    """By how much the peak is higher where gradients are added to those that are there; of many samples if they fit."""
+    if run is None:
+        return 0
+
+    def more_bytes(samples: int, plain: StepMeasurement) -> int:
+        return max(0, (run(samples).peak_bytes or 0) - (plain.peak_bytes or 0))
+
+    of_few = more_bytes(*few)
+    # a second step in either case, for the others' sake
+    return more_bytes(*(many if (many[1].peak_bytes or 0) + of_few <= room_bytes else few))
+
+
+def _difference_s(with_it: Sequence[StepMeasurement], without: Sequence[StepMeasurement]) -> float:
+    """By how much steps take longer beside their units; 0 where there are none of the first."""
+    if not with_it:
+        return 0.0
+    return max(0.0, statistics.median(m.beside_s for m in with_it) - statistics.median(m.beside_s for m in without))
 
 
 def _rungs(max_samples: int) -> int:

@@ -98,8 +98,8 @@ def print_summary(ranks: Sequence[RankSummary], plan: ShardPlan) -> None:
     exposed = _unplanned_share(ranks, plan)
     if exposed is not None and exposed > 0.1:
         lines.append(
-            f"{exposed:.0%} of a step is none of the units' compute: communication and Python, which a plan made from "
-            "measured steps counts, the optimizer's step and input, which it does not; larger batches make it less"
+            f"{exposed:.0%} of a step is none of the units' compute: communication, Python, the optimizer's step and "
+            "input, which a plan counts where it was made from what this run measured; larger batches make it less"
         )
     print_ranks(table, lines, ranks)
 

@@ -136,6 +136,12 @@ class OwnedGradients:
             parameter.grad = self._aside.get(name)
         self._aside = {}
 
+    def put_back(self) -> None:
+        """Forget a schedule's gradients; put back what was set aside."""
+        for name, parameter in self._parameters.items():
+            parameter.grad = self._aside.get(name)
+        self.drop()
+
     def drop(self) -> None:
         """Forget a schedule that failed."""
         self._works, self._taken, self._aside = [], {}, {}

@@ -8,7 +8,8 @@ micro-batch; the first message for each shape says so in a header, and later one
     receiver    header (first time only) | irecv of what is known       posted while the rank computes
 
 Forward and backward messages have groups of their own, so that on NCCL they do not wait for each other. Between two
-ranks messages of one direction are received in the order in which they are sent.
+ranks messages of one direction are received in the order in which they are sent; one that is for a later action of
+another stage of the receiver waits there.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ class Mail:
         self._sent: defaultdict[tuple[int, bool], deque[_Sent]] = defaultdict(deque)
         self._answered = False
         self._at_home: dict[Letter, Values] = {}
+        self._early: dict[Letter, _Posted] = {}
         self.received: list[Letter] = []
         self.arrived_s: float | None = None
         """when (``time.perf_counter``) the last letter came that had to be waited for; its reader sets it to None"""
@@ -133,6 +135,7 @@ class Mail:
         """
         self._shapes, self._answered = shapes, answered
         self._inboxes = {}
+        self._early = {}
         self.received = []
         for letter in expected:
             key = self._rank_of[letter.source], letter.forward
@@ -193,14 +196,7 @@ class Mail:
         if letter in self._at_home:
             return {name: _leaf(value, letter) for name, value in self._at_home.pop(letter).items()}
         source = self._rank_of[letter.source]
-        inbox = self._inboxes[source, letter.forward]
-        while not inbox.posted:
-            self._post(source, letter.forward, inbox)
-        posted = inbox.posted.popleft()
-        if posted.letter != letter:
-            raise RuntimeError(f"{letter} was asked for and {posted.letter} comes next: the schedule's order is broken")
-        self._post_ahead(source, letter.forward, inbox)
-        self._wait(posted.works)
+        posted = self._early.pop(letter, None) or self._next(source, letter)
         self.received.append(letter)
         if not letter.forward:
             self._drop_answered(source, letter)
@@ -210,6 +206,21 @@ class Mail:
                 if value is not None and spec is not None and spec.requires_grad:
                     value.requires_grad_()
         return posted.values
+
+    def _next(self, source: int, letter: Letter) -> _Posted:
+        """Receive from a rank up to a letter; what comes before it is for another stage of this rank, and is kept."""
+        inbox = self._inboxes[source, letter.forward]
+        while True:
+            if not inbox.posted:
+                if not inbox.waiting:
+                    raise RuntimeError(f"{letter} was asked for and does not come: the schedule's order is broken")
+                self._post(source, letter.forward, inbox)
+            posted = inbox.posted.popleft()
+            self._post_ahead(source, letter.forward, inbox)
+            self._wait(posted.works)
+            if posted.letter == letter:
+                return posted
+            self._early[posted.letter] = posted
 
     def _wait(self, works: list[Any]) -> None:
         began_s = time.perf_counter()

@@ -20,13 +20,18 @@ from lightning_hetero.errors import HeteroError
 from lightning_hetero.models.chains import find_chain, has_chain
 from lightning_hetero.models.inputs import class_loss
 from lightning_hetero.plan import PipelinePlan
+from lightning_hetero.planner.measured import UNKNOWN_OPTIMIZER
 from lightning_hetero.planner.pipeline import plan_pipeline
+from lightning_hetero.planner.planned_stages import pipelines_seconds
+from lightning_hetero.planner.rehearsed import extra_hop_s, longer_s, with_slower_links
 from lightning_hetero.planner.training import Training
 from lightning_hetero.profiler.meta import meta_copy
 from lightning_hetero.profiler.units import profile_units
 from lightning_hetero.strategies.pipe.call import Call, find_call
+from lightning_hetero.strategies.pipe.message_probe import with_measured_links
 from lightning_hetero.strategies.pipe.placement import Placement, unit_with
 from lightning_hetero.strategies.planning import SAME_CLASS
+from lightning_hetero.units import format_seconds
 
 if TYPE_CHECKING:
     from lightning_hetero.strategies.pipeline import HeteroPipelineStrategy
@@ -44,11 +49,13 @@ class Basis:
         costs: of the chain's units.
         cluster: with a type of its own for each device that measured otherwise than its type.
         training: global batch, precision, optimizer.
+        call: with what the model is called.
     """
 
     costs: ModelCosts
     cluster: Cluster
     training: Training
+    call: Call
 
 
 def make_plan(strategy: HeteroPipelineStrategy, basis: Basis) -> PipelinePlan:
@@ -90,9 +97,13 @@ def find_basis(
     else:
         share = max(1, batch_size // strategy.world_size)
         costs, planning_cluster = _measured(strategy, placement, call, dtype, share)
+    # links of emulated devices are not emulated, and one that is not given would cost nothing
+    planning_cluster = with_measured_links(
+        planning_cluster, strategy.global_rank, strategy.root_device, strategy.make_group
+    )
     optimizer = _optimizer_name(strategy, trainer)
     training = Training(batch_size, precision=precision, optimizer=optimizer)
-    return Basis(costs, planning_cluster, training)
+    return Basis(costs, planning_cluster, training, call)
 
 
 def _plan_on_rank_0(
@@ -104,6 +115,36 @@ def _plan_on_rank_0(
         return plan_pipeline(cluster, costs, training, **arguments)
     except HeteroError as error:
         return error
+
+
+def with_messages(
+    plan: PipelinePlan, basis: Basis, micro_batches: Sequence[int], taken_s: Sequence[float]
+) -> tuple[PipelinePlan, Basis]:
+    """The plan and its basis with messages as long as a rehearsal of its pipelines has shown them.
+
+    Args:
+        plan: that was made from ``basis``.
+        basis: with the links that messages of nothing but themselves found.
+        micro_batches: of the rehearsal, by pipeline.
+        taken_s: seconds that it took, by pipeline.
+    """
+    if plan.predicted_step_s is None or all(len(pipeline.stages) == 1 for pipeline in plan.pipelines):
+        return plan, basis
+    seconds = pipelines_seconds(plan, basis.cluster, basis.costs, basis.training)
+    extra_s = extra_hop_s(plan, seconds, micro_batches, taken_s)
+    hop_s = extra_s + statistics.fmean(hop_s for own in seconds for hop_s in own.hop_s)
+    reason = f"from the end of a stage to the begin of the next one it takes {format_seconds(hop_s)}, as measured"
+    found = plan.lasting(plan.predicted_step_s + longer_s(plan, seconds, extra_s), reason)
+    return found, replace(basis, cluster=with_slower_links(basis.cluster, extra_s))
+
+
+def with_optimizer(plan: PipelinePlan, seconds: Sequence[float | None]) -> PipelinePlan:
+    """The plan with what the slowest rank's optimizer takes at the end of a step; None of a rank was not measured."""
+    known = [each for each in seconds if each is not None]
+    if len(known) < len(seconds) or plan.predicted_step_s is None:
+        return plan.lasting(plan.predicted_step_s or 0.0, UNKNOWN_OPTIMIZER)
+    reason = f"beside its stages, a step takes {format_seconds(max(known))} for the optimizer, as measured"
+    return plan.lasting(plan.predicted_step_s + max(known), reason)
 
 
 def describe(plan: PipelinePlan) -> str:

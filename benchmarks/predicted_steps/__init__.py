@@ -1,0 +1,1 @@
+"""Step times and memory that both strategies predict, against what emulated runs then take."""
