@@ -142,7 +142,7 @@ def test_a_measurement_under_other_options_is_another_one() -> None:
     module: Any = Classifier("mlp")
     module._trainer = SimpleNamespace(global_step=0)
 
-    def key(**options: Any) -> str:
+    def key(groups: tuple[tuple[int, ...], ...] = ((0, 1),), optimizers: Any = (), **options: Any) -> str:
         strategy = SimpleNamespace(
             lightning_module=module,
             cluster=of_types("a", "b"),
@@ -152,15 +152,18 @@ def test_a_measurement_under_other_options_is_another_one() -> None:
             costs=None,
             precision_plugin=SimpleNamespace(precision="32-true"),
             options=ShardingOptions(**options),
-            layout=None,
+            layout=SimpleNamespace(groups=groups),
+            optimizers=optimizers,
         )
-        first: Any = SimpleNamespace(batch=lambda samples: torch.zeros(samples, 64))
+        first: Any = SimpleNamespace(batch=lambda samples: torch.zeros(samples, 64), loader=None)
         opening: Any = Opening(strategy, "off", False)  # type: ignore[arg-type]
         found: str = opening._cache_key(first, 4).file_name
         return found
 
     keys = {key(), key(activation_checkpointing=True), key(mixed_precision={"param_dtype": "bfloat16"}), key()}
     assert len(keys) == 3
+    keys |= {key(groups=((0,), (1,))), key(optimizers=[torch.optim.AdamW(module.parameters())])}
+    assert len(keys) == 5
 
 
 def test_a_group_of_one_rank_gathers_after_its_gradients_too(ranks: WarmRanks) -> None:

@@ -163,8 +163,8 @@ def _refill_set(value: set[Any], members: set[Any]) -> set[Any]:
 
 
 def _keep_tensor(tensor: Tensor) -> Restore:
-    if tensor.grad_fn is not None:
-        return lambda: tensor  # belongs to a graph: nobody changes it in place
+    if tensor.grad_fn is not None or tensor.is_meta:
+        return lambda: tensor  # belongs to a graph, and nobody changes it in place; or has no values here
     content = tensor.detach().clone()
 
     def back() -> Tensor:
