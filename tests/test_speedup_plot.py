@@ -37,7 +37,7 @@ def test_panels_name_emulation_and_units(tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "deep" / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["plot.png"]
     emulated, real = drawn[0].axes
-    assert "emulated devices" in emulated.get_title()
+    assert "EMULATED devices" in emulated.get_title()
     assert "nothing emulated" in real.get_title()
     assert {axes.get_ylabel() for axes in (emulated, real)} == {"throughput (images/s)"}
 

@@ -53,16 +53,16 @@ def _draw_case(axes: Axes, case: Mapping[str, Any]) -> None:
         named.add(kind)
         bottom += rate
     for x, height in ((0, even), (1, hetero), (2, bottom)):
-        axes.text(x, height, f"{height:.3g}", ha="center", va="bottom")
+        axes.text(x, height, f"{height:.1f}", ha="center", va="bottom")
     axes.set_ylim(0, 1.25 * max(even, hetero, bottom))
     axes.set_ylabel("throughput (images/s)")
-    axes.set_title(_title(case), fontsize=10)
+    axes.set_title(_title(case), fontsize=10, color="#9d1c1c" if case["emulated"] else "black")
     axes.legend(loc="upper left", fontsize=8, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def _title(case: Mapping[str, Any]) -> str:
-    devices = "emulated devices" if case["emulated"] else "nothing emulated"
+    devices = "EMULATED devices, a rehearsal" if case["emulated"] else "nothing emulated"
     return (
         f"{case['case']['name']} ({devices}), global batch {case['case']['global_batch']} images\n"
         f"speedup {case['speedup']:.2f} of {case['theoretical_speedup']:.2f} in theory, "
