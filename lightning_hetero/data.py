@@ -11,6 +11,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
 import torch
@@ -350,7 +351,7 @@ def default_seed() -> int:
 def batch_size_of(batch: Any) -> int:
     """Return the samples in a batch: the first dimension of its first tensor with one, else 1.
 
-    Containers are searched in order (mappings, sequences, objects with a ``__dict__`` are not entered).
+    Containers are searched in order: mappings, sequences, dataclasses.
     """
     found = _first_dimension(batch)
     return 1 if found is None else found
@@ -366,6 +367,8 @@ def _first_dimension(value: Any) -> int | None:
         if value and all(isinstance(item, str) for item in value):
             return len(value)
         children = value
+    elif is_dataclass(value) and not isinstance(value, type):
+        children = (getattr(value, each.name) for each in fields(value))
     for child in children:
         found = _first_dimension(child)
         if found is not None:

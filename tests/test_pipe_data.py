@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import UserDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -76,6 +77,25 @@ class Named(Small):
         return loss
 
 
+@dataclass
+class Batch:
+    """A batch of a user's own type."""
+
+    x: Tensor
+    y: Tensor
+    kind: str = "points"
+
+
+class Typed(Small):
+    """Takes such batches."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        assert batch.kind == "points"
+        loss = F.cross_entropy(self.model(batch.x), batch.y)
+        self.log("train_loss", loss)
+        return loss
+
+
 class Padded(Small):
     """A mean over items, of which samples have different numbers."""
 
@@ -98,6 +118,10 @@ def pad(samples: Any) -> Any:
 
 def mapped(samples: Any) -> Any:
     return UserDict(default_collate(samples))
+
+
+def typed(samples: list[Any]) -> Any:
+    return Batch(*default_collate(samples))
 
 
 def items(batch: Any) -> Tensor:
@@ -139,6 +163,8 @@ def loader(kind: str, batch: int) -> Any:
         return DataLoader(Rows(20), batch_sampler=Sampled())
     if kind == "dicts":
         return DataLoader(Rows(25, "dicts"), batch_size=batch, collate_fn=mapped)
+    if kind == "typed":
+        return DataLoader(Rows(25), batch_size=batch, collate_fn=typed)
     if kind == "padded":
         return DataLoader(Rows(25), batch_size=batch, collate_fn=pad)
     if kind == "dropped":
@@ -150,7 +176,7 @@ def loader(kind: str, batch: int) -> Any:
     return DataLoader(Rows(25), batch_size=batch)
 
 
-MODULES: dict[str, Any] = {"dicts": Named, "padded": Padded}
+MODULES: dict[str, Any] = {"dicts": Named, "typed": Typed, "padded": Padded}
 
 
 def fit(layout: Layout | None, kind: str, batch: int, options: dict[str, Any]) -> Any:
@@ -185,7 +211,7 @@ def last_ranks(layout: Layout) -> list[int]:
     return [sum(len(cut) for cut in layout.cuts[: i + 1]) - 1 for i in range(len(layout.cuts))]
 
 
-@pytest.mark.parametrize("kind", ["dicts", "padded", "dropped", "one more", "module"])
+@pytest.mark.parametrize("kind", ["dicts", "typed", "padded", "dropped", "one more", "module"])
 @pytest.mark.parametrize("layout", [TWO, pytest.param(UNLIKE, marks=pytest.mark.slow)], ids=["two", "unlike"])
 def test_read_once(ranks: WarmRanks, kind: str, layout: Layout) -> None:
     found, expected = compare(ranks, layout, kind, {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.hetero_speedup.case import PINNED_CLUSTER, device_kinds
-from benchmarks.hetero_speedup.speedup import ArmTimes, overhead, summarise
+from benchmarks.hetero_speedup.speedup import ArmTimes, ratio_of_turns, summarise
 from lightning_hetero.cluster import Cluster, Device
 
 
@@ -41,10 +41,10 @@ def test_equal_devices_leave_nothing_to_win() -> None:
     assert found["efficiency"] == pytest.approx(1 / 1.1)
 
 
-def test_overhead_is_a_ratio_of_step_times() -> None:
-    assert overhead(_arm(8, [1.03]), _arm(8, [1.0])) == pytest.approx(1.03)
+def test_a_ratio_of_turns_is_not_moved_by_a_slow_one() -> None:
+    assert ratio_of_turns(_arm(8, [1.03]), _arm(8, [1.0])) == pytest.approx(1.03)
     # a machine that is twice as slow for one turn of both changes nothing
-    assert overhead(_arm(8, [1.03], [2.06]), _arm(8, [1.0], [2.0])) == pytest.approx(1.03)
+    assert ratio_of_turns(_arm(8, [1.03], [2.06]), _arm(8, [1.0], [2.0])) == pytest.approx(1.03)
 
 
 def test_the_pinned_cluster_is_off_by_ten_percent_both_ways() -> None:

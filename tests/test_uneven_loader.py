@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,6 +14,13 @@ from lightning_hetero.data import UnevenLoader, batch_size_of, can_be_split
 from lightning_hetero.errors import DataError
 from lightning_hetero.kept import KeptLoader, SizedKeptLoader
 from lightning_hetero.plan import ShardPlan
+from lightning_hetero.strategies.loss_check import cut
+
+
+@dataclass
+class Pair:
+    name: str
+    x: torch.Tensor
 
 
 class Numbers(Dataset[int]):
@@ -187,7 +195,16 @@ def test_what_can_be_split() -> None:
         ({"text": ["a", "b", "c"], "y": torch.zeros(3)}, 3),
         ([torch.tensor(1.0), (torch.zeros(5, 1), torch.zeros(5))], 5),
         ("text", 1),
+        (Pair("a", torch.zeros(6, 2)), 6),
+        (Pair, 1),
     ],
 )
 def test_batch_size_is_read_off_the_first_tensor(batch: Any, samples: int) -> None:
     assert batch_size_of(batch) == samples
+
+
+def test_a_dataclass_is_cut_like_other_batches() -> None:
+    whole = Pair("a", torch.arange(6))
+    part = cut(whole, 6, 2, 5)
+    assert (part.name, part.x.tolist()) == ("a", [2, 3, 4])
+    assert whole.x.tolist() == list(range(6))

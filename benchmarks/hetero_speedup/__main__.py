@@ -15,6 +15,7 @@ from benchmarks.hetero_speedup.conductor import (
     EVEN,
     HETERO,
     PLAIN,
+    SIDE_BY_SIDE,
     measure_case,
     measure_overhead,
     solo_name,
@@ -22,7 +23,7 @@ from benchmarks.hetero_speedup.conductor import (
 )
 from benchmarks.hetero_speedup.environment import environment
 from benchmarks.hetero_speedup.ranks import ArmFailedError
-from benchmarks.hetero_speedup.speedup import ArmTimes, overhead, summarise
+from benchmarks.hetero_speedup.speedup import ArmTimes, ratio_of_turns, summarise
 from benchmarks.hetero_speedup.table import print_results
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.errors import HeteroError
@@ -88,7 +89,7 @@ def run(parts: dict[str, tuple[Case, Effort]], progress: Progress, only: list[st
         case, effort = parts[part]
         if part == "overhead":
             times = measure_overhead(case, effort, tell)
-            results["overhead_equal_devices"] = overhead(times[HETERO], times[PLAIN])
+            results["overhead_equal_devices"] = ratio_of_turns(times[HETERO], times[PLAIN])
             results["overhead_raw"] = _raw(times)
             continue
         times = measure_case(case, effort, tell)
@@ -100,6 +101,9 @@ def run(parts: dict[str, tuple[Case, Effort]], progress: Progress, only: list[st
             "case": _describe(case),
             "raw": _raw(times),
         }
+        if SIDE_BY_SIDE in times:
+            found["side_by_side_images_per_s"] = times[SIDE_BY_SIDE].images_per_s
+            found["efficiency_of_side_by_side"] = ratio_of_turns(times[SIDE_BY_SIDE], times[HETERO])
         results.update(found if part == "emulated" else {"real_work": found})
     return results
 

@@ -21,6 +21,7 @@ from benchmarks.hetero_speedup.model import (
     digit_loader,
     shard,
 )
+from benchmarks.hetero_speedup.ranks import forget_peers
 from lightning_hetero.callbacks.emulated_devices import EmulatedDevices
 from lightning_hetero.cluster import Cluster, Device
 from lightning_hetero.plan import ShardPlan
@@ -45,6 +46,14 @@ def even_fsdp2(case: Case, rank: int, gate: Gate) -> None:
 def solo(case: Case, rank: int, gate: Gate) -> None:
     """One device alone, without any parallel strategy; ``case`` is that of :func:`solo_case`."""
     fit(case, DigitClassifier(case.size), "auto", _slowness(case, emulate=True), gate)
+
+
+def side_by_side(case: Case, rank: int, gate: Gate) -> None:
+    """All devices at once, each alone with the samples that its work earns: what the machine does by itself."""
+    forget_peers()
+    paces = [0.5 if each in case.doubled_ranks else 1.0 for each in range(case.world_size)]
+    own = replace(case, solo_batch=round(case.global_batch * paces[rank] / sum(paces)))
+    solo(solo_case(own, rank, None), 0, gate)
 
 
 def solo_case(case: Case, rank: int, cluster_path: Any) -> Case:

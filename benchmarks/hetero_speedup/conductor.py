@@ -37,6 +37,7 @@ class RunsOnRanks(Protocol):
 
 
 HETERO, EVEN, PLAIN = "hetero_fsdp", "even FSDP2", "plain FSDP2 loop"
+SIDE_BY_SIDE = "devices side by side"
 
 
 def solo_name(kind: str) -> str:
@@ -45,9 +46,15 @@ def solo_name(kind: str) -> str:
 
 
 def measure_case(case: Case, effort: Effort, progress: Progress) -> dict[str, ArmTimes]:
-    """Measure hetero_fsdp, the even split and every kind of device alone; returns times by arm name."""
+    """Measure hetero_fsdp, the even split and every kind of device alone; returns times by arm name.
+
+    Where work is real, also all devices at once without any strategy.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        plan: dict[str, tuple[Arm, Case]] = {HETERO: (arms.hetero_fsdp, case), EVEN: (arms.even_fsdp2, case)}
+        plan: dict[str, tuple[Arm, Case]] = {HETERO: (arms.hetero_fsdp, case)}
+        if not case.emulated:
+            plan[SIDE_BY_SIDE] = (arms.side_by_side, case)
+        plan[EVEN] = (arms.even_fsdp2, case)
         for kind, rank in case.rank_of_kind().items():
             alone = arms.solo_case(case, rank, Path(folder) / f"rank{rank}.yaml")
             plan[solo_name(kind)] = (arms.solo, alone)
@@ -62,7 +69,7 @@ def measure_overhead(case: Case, effort: Effort, progress: Progress) -> dict[str
 
 def steps_of_case(case: Case, effort: Effort) -> int:
     """Steps that :func:`measure_case` will run, for a progress bar."""
-    return (2 + len(case.rank_of_kind())) * effort.steps_per_arm + effort.settling_steps
+    return (2 + len(case.rank_of_kind()) + (not case.emulated)) * effort.steps_per_arm + effort.settling_steps
 
 
 def alternate(

@@ -186,6 +186,12 @@ def _keep_freed_memory() -> None:
             libc.mallopt(option, value)
 
 
+def forget_peers() -> None:
+    """Make this rank train as if it were the only one."""
+    for name in _environment(0, 2, 0, "").keys() - _environment(0, 1, 0, "").keys():
+        os.environ.pop(name, None)
+
+
 def _environment(rank: int, world_size: int, port: int, run: str) -> dict[str, str]:
     alone = {"OMP_NUM_THREADS": "1", "LIGHTNING_HETERO_CACHE": "off"}
     if world_size == 1:

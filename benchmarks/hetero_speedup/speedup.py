@@ -71,11 +71,11 @@ def summarise(
     }
 
 
-def overhead(hetero: ArmTimes, plain: ArmTimes) -> float:
-    """hetero_fsdp's step time over the plain loop's, on equal devices (1 = none).
+def ratio_of_turns(one: ArmTimes, other: ArmTimes) -> float:
+    """One arm's step time over another's, of as many images.
 
     The median over turns of the ratio of the two turns' medians: turns that follow one another met the same
     machine, whatever else it had to do.
     """
-    pairs = zip(hetero.turns, plain.turns, strict=True)
+    pairs = zip(one.turns, other.turns, strict=True)
     return median(median(ours) / median(theirs) for ours, theirs in pairs)

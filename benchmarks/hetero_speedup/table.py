@@ -37,6 +37,9 @@ def _case_table(title: str, case: dict[str, Any]) -> Table:
     table.add_row("efficiency: hetero_fsdp / that sum", "", "", f"{case['efficiency']:.3f}")
     table.add_row("speedup: hetero_fsdp / even", "", "", f"{case['speedup']:.3f}")
     table.add_row("speedup in theory", "", "", f"{case['theoretical_speedup']:.3f}")
+    if "efficiency_of_side_by_side" in case:
+        together = f"{case['efficiency_of_side_by_side']:.3f}"
+        table.add_row("hetero_fsdp / devices side by side, without a strategy", "", "", together)
     shares = case["raw"]["hetero_fsdp"].get("batch_shares_at_end", case["raw"]["hetero_fsdp"].get("batch_shares"))
     table.caption = f"hetero_fsdp's batch shares: {', '.join(map(str, shares))}" if shares else None
     return table

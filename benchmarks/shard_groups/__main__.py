@@ -17,7 +17,7 @@ from benchmarks.hetero_speedup.case import Case, Effort
 from benchmarks.hetero_speedup.conductor import alternate, solo_name
 from benchmarks.hetero_speedup.environment import environment
 from benchmarks.hetero_speedup.ranks import Arm, ArmFailedError
-from benchmarks.hetero_speedup.speedup import overhead
+from benchmarks.hetero_speedup.speedup import ratio_of_turns
 from benchmarks.shard_groups import arms
 from benchmarks.shard_groups.plain import PAIRS
 from lightning_hetero.errors import HeteroError
@@ -107,7 +107,7 @@ def run_options(effort: Effort, progress: Progress) -> dict[str, Any]:
     found: dict[str, Any] = {"emulated": False, "overhead": {}, "raw": {}}
     for name, (ours, plain) in PAIRS.items():
         times = alternate(name, {OURS: (ours, case), PLAIN: (plain, case)}, effort, tell)
-        found["overhead"][name] = overhead(times[OURS], times[PLAIN])
+        found["overhead"][name] = ratio_of_turns(times[OURS], times[PLAIN])
         found["raw"][name] = {arm: each.to_dict() for arm, each in times.items()}
     return found
 

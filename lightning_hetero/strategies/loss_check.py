@@ -6,8 +6,10 @@ contrastive losses and class-weighted means are not, and nothing else would tell
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -44,6 +46,11 @@ def cut(value: Any, samples: int, start: int, stop: int) -> Any:
         if len(value) == samples and not any(isinstance(item, Tensor) and item.ndim for item in value):
             return value[start:stop]
         return type(value)(cut(item, samples, start, stop) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        made = copy.copy(value)  # not made anew: its fields need not be what its __init__ takes
+        for each in fields(value):
+            setattr(made, each.name, cut(getattr(value, each.name), samples, start, stop))
+        return made
     return value
 
 

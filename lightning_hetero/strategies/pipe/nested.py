@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -41,6 +42,8 @@ def shapes_of(value: Any) -> Any:
         return tuple((str(key), shapes_of(item)) for key, item in value.items())
     if isinstance(value, list | tuple):
         return tuple(shapes_of(item) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return tuple(shapes_of(getattr(value, each.name)) for each in fields(value))
     return type(value).__name__
 
 
