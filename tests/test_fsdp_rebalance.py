@@ -180,6 +180,18 @@ def test_the_first_window_settles_what_was_planned(ranks: WarmRanks, settle: boo
     assert [(entry["epoch"], entry["batch"], entry["batch_shares"]) for entry in early["moves"]] == moved
 
 
+@pytest.mark.parametrize("settle", [True, False])
+def test_five_windows_refine_by_a_smaller_gain_once(ranks: WarmRanks, settle: bool) -> None:
+    """4 % between two ranks: 2 % to gain, under ``least_gain``; and 4 % more later, under ``least_gain`` again."""
+    details = {"predictions": (RankPrediction(50.0, 0.0), RankPrediction(50.0, 0.0)), "groups": ((0, 1),)}
+    rule = Rebalance(window=2, patience=2, settle=settle)
+    options = {"samples": 1000, "steps": 40, "details": details, "seconds": ((1.0, 1.0), (1.04, 1.08)), "since": 22}
+    first, second = ranks.run(2, moving, (50, 50), rule, **options)
+    moved = [(0, 0, [50, 50]), (1, 2, [51, 49])] if settle else []
+    assert [(entry["epoch"], entry["batch"], entry["batch_shares"]) for entry in first["moves"]] == moved
+    assert first["run"] == second["run"]
+
+
 @pytest.mark.slow
 def test_noise_and_what_slows_all_alike_move_nothing(ranks: WarmRanks) -> None:
     for seconds in (((1.0, 1.04), (1.0, 1.1)), ((1.0, 3.0), (1.0, 3.0))):

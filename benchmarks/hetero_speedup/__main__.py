@@ -28,12 +28,12 @@ from benchmarks.hetero_speedup.table import print_results
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.records import write_json
-from lightning_hetero.strategies.rebalance import Rebalance
+from lightning_hetero.strategies.rebalance import REFINING_WINDOWS, Rebalance
 
 SCHEMA = 1
 EMULATED_BATCH_PER_RANK = 32
-SETTLING_STEPS = Rebalance().window
-"""with the step before them, what decides whether shares move, and the batch that is drawn already"""
+SETTLING_STEPS = (REFINING_WINDOWS + 2) * Rebalance().window
+"""what decides whether shares move, twice, and batches that are drawn already"""
 PARTS = ("emulated", "real_work", "overhead")
 
 
@@ -61,13 +61,14 @@ def cases(cluster_path: Path, quick: bool) -> dict[str, tuple[Case, Effort]]:
         solo_batch=EMULATED_BATCH_PER_RANK // 4 if quick else EMULATED_BATCH_PER_RANK,
         cluster_path=cluster_path.resolve(),
     )
-    # short steps and many turns: a virtual machine's cores drift by a third within a minute, which turns must share
-    real_work = Case("real work", 2, global_batch=192, solo_batch=64, doubled_ranks=(1,), max_steps=200)
+    # many turns: a virtual machine's cores drift by a third within a minute, which turns must share
+    images = 192 if quick else 384
+    real_work = Case("real work", 2, global_batch=images, solo_batch=images // 3, doubled_ranks=(1,), max_steps=200)
     equal = Case("equal devices", 2, global_batch=32, solo_batch=16)
     if quick:
         efforts = Effort(1, 1), Effort(2, 1), Effort(3, 2)
     else:
-        efforts = Effort(3, 2), Effort(24, 1, settling_steps=SETTLING_STEPS), Effort(20, 2)
+        efforts = Effort(3, 2), Effort(20, 1, settling_steps=SETTLING_STEPS), Effort(20, 2)
     return dict(zip(PARTS, zip((emulated, real_work, equal), efforts, strict=True), strict=True))
 
 
