@@ -20,6 +20,7 @@ def test_what_a_plan_does_not_count_is_said_where_it_matters(capsys, busy_s, lin
     print_summary([replace(RANK, busy_s=0.1), replace(RANK, rank=1, busy_s=busy_s)], PLAN)
     shown = capsys.readouterr().out
     assert "together 4.00 samples/s" in shown
+    assert "medians over full steps: 9, without the first" in shown
     assert ("none of the units' compute" in shown) == (line is not None)
     assert line is None or line in shown
 

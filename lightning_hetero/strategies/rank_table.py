@@ -95,6 +95,9 @@ def print_ranks(table: Table, lines: Iterable[str], ranks: Sequence[MeasuredRank
     if not console.is_terminal:
         console = Console(width=150)
     console.print(table)
+    steps = max((rank.steps for rank in ranks), default=0)
+    if steps:
+        console.print(f"medians over full steps: {steps}, without the first and those beside a validation")
     for line in lines:
         console.print(line)
     late = late_line([rank.emulation for rank in ranks if rank.emulation is not None])
