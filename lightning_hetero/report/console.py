@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 WIDTH = 180
 """columns where the output is no terminal"""
@@ -36,7 +36,8 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int, str], None]]:
 
         yield line
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f} of {task.total:.0f}"))
+    # not the totals by format: there is none until the first call
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(separator=" of "))
     with Progress(
         *columns, TimeElapsedColumn(), TextColumn("{task.fields[current]}"), console=out, transient=True
     ) as bar:
