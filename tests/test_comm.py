@@ -27,21 +27,20 @@ def test_a_ring_between_nodes():
     assert NETWORK.all_gather_s(4e6, (1, 1, 1, 1)) == pytest.approx(3 * (1e-4 + 1e-2))
 
 
-def test_two_levels():
-    # between 2 nodes, 4 rings of an eighth each; within, 3 steps of a quarter
-    assert NETWORK.all_gather_s(8e6, (4, 4)) == pytest.approx((1e-4 + 1e-2) + 3 * (1e-5 + 2e-3))
+def test_a_ring_over_nodes_is_as_slow_as_its_slowest_hop():
+    assert NETWORK.all_gather_s(8e6, (4, 4)) == pytest.approx(7 * (1e-4 + 1e-2))
+    assert NETWORK.all_gather_s(4e6, (3, 1)) == pytest.approx(3 * (1e-4 + 1e-2))
+    # where the node is slower than the network
+    assert Network(SLOW, FAST).all_gather_s(4e6, (3, 1)) == pytest.approx(3 * (1e-4 + 1e-2))
+    assert Network(SLOW, FAST).all_gather_s(2e6, (1, 1)) == pytest.approx(1e-5 + 1e-3)
 
 
-def test_two_levels_of_unequal_nodes():
-    # one ring (the small node has one rank) carries the three parts of the large node
-    flat = 3 * (1e-4 + 1e-2)
-    levels = (1e-4 + 3e-2) + 2 * (1e-5 + 4e6 / 3 / 1e9)
-    assert NETWORK.all_gather_s(4e6, (3, 1)) == pytest.approx(min(flat, levels))
-
-
-def test_a_ring_is_taken_where_two_levels_are_slower():
-    network = Network(within_node=SLOW, between_nodes=SLOW)
-    assert network.all_gather_s(8e6, (2, 2)) <= 3 * (1e-4 + 2e-2) + 1e-12
+def test_network_cards_are_shared_by_what_runs_side_by_side():
+    network = Network(FAST, SLOW, sharing=4)
+    assert network.all_gather_s(8e6, (4, 4)) == NETWORK.all_gather_s(8e6, (4, 4))
+    assert network.all_gather_s(8e6, (1, 1)) == pytest.approx(1e-4 + 4 * 4e-2)
+    assert network.all_gather_s(8e6, (2, 2)) == pytest.approx(3 * (1e-4 + 2 * 2e-2))
+    assert network.point_to_point_s(1e6, same_node=False) == pytest.approx(1e-4 + 4e-2)
 
 
 def test_messages():

@@ -1,5 +1,7 @@
 """What collectives cost where ranks share links."""
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_hetero.cluster import Cluster, Device, Fabric, Link
@@ -71,11 +73,12 @@ def test_gloo_scatters_what_it_all_reduced():
     assert topology.seconds("reduce_scatter", 1e6, place) == topology.seconds("all_reduce", 1e6, place)
 
 
-def test_two_levels_agree_with_the_closed_form_on_plain_links():
-    cluster = cluster_of(4, between=Link(5e9, 50e-6))
-    topology = Topology(cluster, "two_level")
+@pytest.mark.parametrize("between", [Link(5e9, 50e-6), FABRIC], ids=["link", "cards"])
+def test_rings_agree_with_the_closed_form(between):
+    cluster = replace(cluster_of(4, between=between), within_pair=None)
+    topology = Topology(cluster, "gloo")
     for size in (1e3, 1e6, 1e9):
-        for ranks in (range(32), range(8), (0, 1, 8, 9)):
+        for ranks in (range(32), range(8), (0, 8, 16), (0, 1, 8, 9)):
             place = topology.place(ranks)
             for kind, theirs in (("all_gather", "all_gather_s"), ("all_reduce", "all_reduce_s")):
                 expected = getattr(Network.of(cluster), theirs)(size, place.per_node)
@@ -98,7 +101,7 @@ def test_unknown_links_cost_nothing():
 
 
 def test_bad_values():
-    with pytest.raises(HeteroError, match="library is 'mpi': give one of nccl, gloo, two_level"):
+    with pytest.raises(HeteroError, match="library is 'mpi': give one of nccl, gloo"):
         Topology(cluster_of(1), "mpi")
     with pytest.raises(HeteroError, match="kind is 'gather'"):
         Topology(cluster_of(1)).seconds("gather", 1, Placement((2,)))

@@ -7,20 +7,14 @@ With n ranks, S bytes of the *whole* tensor, and a link of latency a and bandwid
     reduce-scatter   the same, the other way round
     all-reduce       2 (n - 1) (a + S / (n w))         reduce-scatter, then all-gather
 
-A ring is as slow as its slowest hop. Where several ranks share a node the two-level form may be faster: N nodes
-with c ranks each gather between nodes first, c rings side by side, then within each node::
-
-    all-gather       (N - 1) (a_between + S / (N c w_between)) + (c - 1) (a_within + S / (c w_within))
-
-The faster of the two is taken, as a communication library does. With unequal numbers of ranks per node, as many
-rings run between nodes as the smallest node has ranks, each carries its part of the largest node, and the largest
-node is last to finish within.
+A ring is as slow as its slowest hop, and runs through all ranks however many nodes they are on, as those of NCCL, RCCL
+and gloo do. What NCCL does faster where it can (trees of an all-reduce between nodes) the event simulation knows
+(:mod:`~lightning_hetero.simulator.topology`).
 
 Sources: the ring all-gather and reduce-scatter are those of Thakur, Rabenseifner and Gropp, "Optimization of
 Collective Communication Operations in MPICH" (2005), sections 3 and 4; ring all-reduce of Patarasuk and Yuan,
-"Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009); the two levels of Jia et al., "Highly
-Scalable Deep Learning Training System with Mixed-Precision" (2018), section 4.3. The sums that are computed on the
-way take no time here, and rings that run at once do not slow each other down.
+"Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009). The sums that are computed on the way
+take no time here.
 
 A link that the cluster file does not give is unknown: it costs nothing, and :meth:`Network.unknown` says so.
 """
@@ -46,20 +40,23 @@ class Network:
     Args:
         within_node: between two ranks of one node; ``None`` where it is not known, which costs nothing.
         between_nodes: between ranks of different nodes; likewise.
+        sharing: how many ranks of a node share ``between_nodes``. A ring through all of them has it to itself; rings
+            side by side, such as those of hybrid sharding, and messages have their part each.
     """
 
     within_node: Link | None = None
     between_nodes: Link | None = None
+    sharing: int = 1
 
     @classmethod
     def of(cls, cluster: Cluster) -> Network:
-        """The links of a cluster; of network cards that the ranks of a node share, each has its part."""
+        """The links of a cluster; network cards are shared by the ranks of a node."""
         between = cluster.between_nodes
-        if isinstance(between, Fabric):
-            most = max(Counter(device.node for device in cluster.devices).values())
-            node = between.node_bandwidth_bytes_per_s(len(cluster.nodes))
-            between = Link(node / most, between.latency_s)
-        return cls(cluster.within_node, between)
+        if not isinstance(between, Fabric):
+            return cls(cluster.within_node, between)
+        most = max(Counter(device.node for device in cluster.devices).values())
+        node = Link(between.node_bandwidth_bytes_per_s(len(cluster.nodes)), between.latency_s)
+        return cls(cluster.within_node, node, most)
 
     def unknown(self, spread: Spread) -> tuple[str, ...]:
         """Names of the links that ranks spread like this use and that are not known: they cost nothing."""
@@ -70,7 +67,7 @@ class Network:
     def point_to_point_s(self, size_bytes: float, same_node: bool) -> float:
         """Seconds of one message of ``size_bytes`` from one rank to another."""
         _check(size_bytes)
-        return _seconds(self.within_node if same_node else self.between_nodes, size_bytes)
+        return _seconds(self.within_node, size_bytes) if same_node else self._between_s(size_bytes, 1)
 
     def all_gather_s(self, size_bytes: float, spread: Spread) -> float:
         """Seconds until every rank has the whole tensor of which each holds an equal part.
@@ -87,14 +84,13 @@ class Network:
         if ranks <= 1 or size_bytes == 0:
             return 0.0
         part_bytes = size_bytes / ranks
-        within = _seconds(self.within_node, part_bytes) if spread[0] > 1 else 0.0
-        if len(spread) == 1:
-            return (ranks - 1) * within
-        flat = (ranks - 1) * max(within, _seconds(self.between_nodes, part_bytes))
-        most, rings = max(spread), min(spread)
-        between = (len(spread) - 1) * _seconds(self.between_nodes, part_bytes * most / rings)
-        inside = (most - 1) * _seconds(self.within_node, size_bytes / most) if most > 1 else 0.0
-        return min(flat, between + inside)
+        within = _seconds(self.within_node, part_bytes) if max(spread) > 1 else 0.0
+        between = self._between_s(part_bytes, max(spread)) if len(spread) > 1 else 0.0
+        return (ranks - 1) * max(within, between)
+
+    def _between_s(self, size_bytes: float, ranks: int) -> float:
+        """Where the ring, or the message, is of so many of a node's ranks, and others like it are under way."""
+        return _seconds(self.between_nodes, size_bytes * max(1.0, self.sharing / ranks))
 
     def reduce_scatter_s(self, size_bytes: float, spread: Spread) -> float:
         """Seconds until every rank has its part of the sum; arguments and errors as :meth:`all_gather_s`.

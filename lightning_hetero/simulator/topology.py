@@ -14,8 +14,7 @@ the cluster share the network.
 
 Libraries: "nccl" (RCCL too) gathers and scatters in rings and takes the faster of ring and tree for an all-reduce; its
 ring runs through all ranks, however many nodes there are. "gloo" knows rings only, and its reduce-scatter is an
-all-reduce of which each rank keeps its part. "two_level" gathers between nodes first, then within, as
-:mod:`~lightning_hetero.simulator.comm` does, wherever that is faster.
+all-reduce of which each rank keeps its part.
 
 Sources: as in :mod:`~lightning_hetero.simulator.comm`; double binary trees of Sanders, Speck and Traeff, "Two-tree
 algorithms for full bandwidth broadcast, reduction and scan" (2009), in NCCL from 2.4 on.
@@ -32,7 +31,7 @@ from functools import cached_property
 from lightning_hetero.cluster import Cluster, Fabric, Link
 from lightning_hetero.errors import HeteroError
 
-LIBRARIES = ("nccl", "gloo", "two_level")
+LIBRARIES = ("nccl", "gloo")
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
 
@@ -123,20 +122,10 @@ class Topology:
             raise HeteroError(f"kind is {kind!r}: give all_gather, reduce_scatter or all_reduce")
         if placement.ranks <= 1 or size_bytes <= 0:
             return 0.0
-        one_way = self._one_way_s(size_bytes, placement)
+        one_way = (placement.ranks - 1) * self._hop(placement).seconds(size_bytes / placement.ranks)
         if kind == ALL_REDUCE or (kind == REDUCE_SCATTER and self.library == "gloo"):
             return min(2 * one_way, self._tree_s(size_bytes, placement))
         return one_way
-
-    def _one_way_s(self, size_bytes: float, placement: Placement) -> float:
-        """A gather or a scatter."""
-        ring = (placement.ranks - 1) * self._hop(placement).seconds(size_bytes / placement.ranks)
-        if self.library != "two_level" or len(placement.per_node) == 1:
-            return ring
-        most, rings, nodes = placement.per_node[0], placement.per_node[-1], len(placement.per_node)
-        between, within = self._between(placement.side_by_side * rings), self._within(placement)
-        levels = (nodes - 1) * between.seconds(size_bytes / placement.ranks * most / rings)
-        return min(ring, levels + (most - 1) * within.seconds(size_bytes / most))
 
     def _tree_s(self, size_bytes: float, placement: Placement) -> float:
         if self.library != "nccl" or len(placement.per_node) == 1:
