@@ -13,6 +13,7 @@ from lightning_hetero.simulator.simulated_step import SimulatedRank, SimulatedSt
 from lightning_hetero.units import format_bytes, format_seconds
 
 SIMULATED = "simulated, nothing was run"
+ALONE = "the devices alone, if none waited, communicated or computed anything twice"
 
 
 def step_table(step: SimulatedStep, what: str, emulated: bool = False) -> ReportTable:
@@ -51,9 +52,11 @@ def step_table(step: SimulatedStep, what: str, emulated: bool = False) -> Report
 
 def step_lines(step: SimulatedStep) -> list[str]:
     """What is to be said of a whole step."""
-    throughput = f"{step.samples_per_s:.4g} samples/s with {step.global_batch_size} samples"
-    alone = f"{step.busy_samples_per_s:.4g} samples/s if no rank waited or communicated"
-    lines = [f"step {format_seconds(step.step_s)}, {throughput}; {alone}"]
+    throughput = f"{rate(step.samples_per_s)} samples/s with {step.global_batch_size} samples"
+    lines = [
+        f"step {format_seconds(step.step_s)}, {throughput}",
+        f"{ALONE}: {rate(step.alone_samples_per_s)} samples/s; the step has {percent(step.share_of_alone)} of that",
+    ]
     if step.strategy == "hetero_pipe":
         lines.append("a message that a stage waits for counts as waiting, as the pipeline's bubble does")
     lines += _misfits(step)
@@ -82,7 +85,7 @@ def sweep_table(points: Sequence[SweepPoint]) -> ReportTable:
                 [
                     *own,
                     format_seconds(step.step_s),
-                    f"{step.samples_per_s:.4g}" if step.fits else "does not fit",
+                    rate(step.samples_per_s) if step.fits else "does not fit",
                     None if ideal is None or not step.fits else percent(step.samples_per_s / ideal),
                     percent(step.busy_share),
                     percent(step.exposed_share),
@@ -130,15 +133,15 @@ def change_lines(changes: Sequence[Change]) -> list[str]:
         assert after.step is not None
         ratio = change.ratio or 0.0
         verdict = f"{ratio:.2f} x as fast" if ratio >= 1 else f"costs {100 * (1 - ratio):.1f} % of the throughput"
-        own = after.step.busy_samples_per_s / before.step.busy_samples_per_s
+        own = change.alone_ratio or 0.0
         batch = (
             f"{before.global_batch_size} samples a step"
             if before.global_batch_size == after.global_batch_size
             else f"{before.global_batch_size} and {after.global_batch_size} samples a step"
         )
         lines.append(
-            f"{what}: {before.samples_per_s:.4g} to {after.samples_per_s:.4g} samples/s, {verdict} ({batch}); the "
-            f"devices alone, if none ever waited or communicated: {own:.2f} x"
+            f"{what}: {rate(before.step.samples_per_s)} to {rate(after.step.samples_per_s)} samples/s, {verdict} "
+            f"({batch}); {ALONE}: {own:.2f} x"
         )
     return lines
 
@@ -167,7 +170,7 @@ def _lines(points: Sequence[SweepPoint]) -> Iterator[tuple[ScalingLine, list[Swe
 def _point(point: SweepPoint, mixed: bool) -> Point:
     assert point.step is not None
     # Of devices of one kind it is the ideal line once more.
-    own = point.step.busy_samples_per_s if mixed else None
+    own = point.step.alone_samples_per_s if mixed else None
     devices = frozenset(point.cluster.types)
     return Point(point.cluster.name, point.ranks, devices, point.global_batch_size, point.step.samples_per_s, own)
 
@@ -206,6 +209,11 @@ def _misfits(step: SimulatedStep) -> list[str]:
 def _why_not(point: SweepPoint, place: str) -> str:
     why = point.problem if point.step is None else _misfits(point.step)[0]
     return f"{place} it, nothing can be said: {why}"
+
+
+def rate(samples_per_s: float) -> str:
+    """Samples/s: whole numbers from 100 up, below with a digit or more."""
+    return f"{samples_per_s:.0f}" if samples_per_s >= 100 else f"{samples_per_s:.4g}"
 
 
 def _nodes(count: int) -> str:
