@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from lightning_hetero.cli.arguments import names, node_counts, positive_integer
 from lightning_hetero.cli.cluster_argument import add_cluster_argument, devices_of
 from lightning_hetero.cli.model_costs import add_training_arguments, read_calibration, read_costs, unmeasured
+from lightning_hetero.cli.precision_notes import precision_notes
 from lightning_hetero.cli.simulation_checks import argument_problems, plan_cluster_problems, size_problems
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.cluster.bundled_clusters import load_cluster
@@ -160,7 +162,7 @@ def _run_plan(options: argparse.Namespace, cluster: Cluster, calibration: Calibr
     raise_all(HeteroError, "this cannot be simulated", plan_cluster_problems(plan, cluster))
     model = options.models[0] if options.models else None
     costs, more = read_costs(options.costs, model, options.sequence, options.precision)
-    notes = [*notes, *more, *unmeasured(costs, cluster)]
+    notes = [*notes, *more, *unmeasured(costs, cluster), *precision_notes(options.precision, [cluster], [costs])]
     constants = None
     if calibration is not None:
         cluster, costs = calibration.applied(cluster, costs)
@@ -204,9 +206,9 @@ def _run_sweep(options: argparse.Namespace, cluster: Cluster, calibration: Calib
     shardings = options.sharding or (ShardPlan.STRATEGY,)
     with progress_bar("simulating") as progress:
         costs, more = _all_costs(options, lambda what: progress(0, 1, what))
-        notes = [*notes, *more, *dict.fromkeys(text for each in costs for text in unmeasured(each, cluster))]
         asked = list(_clusters(options.nodes, cluster))
         changed = _changed(options, asked[0], costs)
+        notes += [*more, *_seconds_notes(options.precision, [*asked, *(other for _, other in changed)], costs)]
         total, done = len(costs) * len(shardings) * (len(asked) + len(changed)), 0
         points: list[SweepPoint] = []
         changes: list[Change] = []
@@ -226,7 +228,7 @@ def _run_sweep(options: argparse.Namespace, cluster: Cluster, calibration: Calib
         step_table(points[0].step, _what(points[0]), cluster.emulate).show(screen)
     else:
         sweep_table(points).show(screen)
-    written = [*_write_plot(options.plot, points), *_write_one_trace(options.trace, points)]
+    written = [*_write_plot(options, points), *_write_one_trace(options.trace, points)]
     written += _write(options.out, points, changes, notes)
     for line in [*change_lines(changes), *notes, *written]:
         screen.print(line, markup=False, soft_wrap=True)
@@ -260,6 +262,14 @@ def _all_costs(options: argparse.Namespace, begin: Callable[[str], None]) -> tup
     return found, list(dict.fromkeys(notes))
 
 
+def _seconds_notes(precision: str, clusters: Sequence[Cluster], costs: Sequence[ModelCosts]) -> list[str]:
+    """Where seconds are not measured, of all devices that are asked about."""
+    devices = {device.type: device for cluster in clusters for device in cluster.devices}
+    every = replace(clusters[0], devices=tuple(replace(device, uuid=None) for device in devices.values()))
+    texts = dict.fromkeys(text for each in costs for text in unmeasured(each, every))
+    return [*texts, *precision_notes(precision, clusters, costs)]
+
+
 def _clusters(nodes: Sequence[int] | None, cluster: Cluster) -> Iterator[Cluster]:
     if nodes is None:
         yield cluster
@@ -285,8 +295,8 @@ def _changed(options: argparse.Namespace, cluster: Cluster, costs: Sequence[Mode
     return found
 
 
-def _write_plot(path: str | None, points: Sequence[SweepPoint]) -> list[str]:
-    if path is None:
+def _write_plot(options: argparse.Namespace, points: Sequence[SweepPoint]) -> list[str]:
+    if options.plot is None:
         return []
     if find_spec("matplotlib") is None:
         return ["no plot: matplotlib is not installed; install it with: pip install 'lightning-hetero[plot]'"]
@@ -295,8 +305,14 @@ def _write_plot(path: str | None, points: Sequence[SweepPoint]) -> list[str]:
     lines = simulated_lines(points)
     if not lines:
         return ["no plot: nothing that was asked about fits"]
-    plot_simulated_scaling(lines, path)
-    return [f"plot written to {path}"]
+    batch = (
+        f"global batch {options.global_batch}"
+        if options.batch_per_rank is None
+        else f"{options.batch_per_rank} samples a rank"
+    )
+    about = f"{points[0].cluster.name}, {batch}, {options.precision}"
+    plot_simulated_scaling(lines, options.plot, about)
+    return [f"plot written to {options.plot}"]
 
 
 def _write_one_trace(path: str | None, points: Sequence[SweepPoint]) -> list[str]:

@@ -85,7 +85,7 @@ def sweep_table(points: Sequence[SweepPoint]) -> ReportTable:
     if any(ideal is not None for ideal in ideals):
         notes.insert(0, "of the ideal: what each rank of the smallest number of nodes does, times the ranks")
     if mixed and any(step.fits for step in steps):
-        notes.insert(0, f"of {ALONE}, each at its own speed")
+        notes.insert(0, f"of {ALONE}: samples/s over theirs together, each at its own speed")
     notes += dict.fromkeys(f"assumed: {text}" for step in steps for text in step.assumed)
     notes += dict.fromkeys(f"no energy: {step.no_energy}" for step in steps if step.no_energy)
     emulated = f"; {EMULATED}" if any(point.cluster.emulate for point in points) else ""
@@ -100,11 +100,11 @@ def ideal_samples_per_s(points: Sequence[SweepPoint]) -> list[float | None]:
 
     None where there is no smaller one of the same devices in the same proportion, or the point does not run.
     """
-    found = {
-        id(point): line.ideal(drawn)
-        for line, own in _lines(points)
-        for point, drawn in zip(own, line.points, strict=True)
-    }
+    found: dict[int, float | None] = {}
+    for line, own in _lines(points):
+        ideals = [line.ideal(drawn) for drawn in line.points]
+        if sum(ideal is not None for ideal in ideals) > 1:  # the smallest alone is all of its own ideal
+            found |= {id(point): ideal for point, ideal in zip(own, ideals, strict=True)}
     return [found.get(id(point)) for point in points]
 
 
