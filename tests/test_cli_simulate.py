@@ -8,7 +8,8 @@ from rich.console import Console
 
 from lightning_hetero.cli import main
 from lightning_hetero.cli.cluster_argument import devices_of
-from lightning_hetero.cluster import Cluster
+from lightning_hetero.cli.precision_notes import precision_notes
+from lightning_hetero.cluster import Cluster, Device
 from lightning_hetero.costs import ModelCosts, UnitTiming
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.models.gpt import GPTConfig
@@ -238,6 +239,23 @@ def test_a_file_of_another_kind_is_named_with_all_else(files, capsys):
     ):
         assert text in message
     assert "unknown key" not in message
+
+
+def test_what_a_precision_does_not_change_is_said():
+    notes = precision_notes("bf16-true", [CLUSTER], [COSTS])
+    assert len(notes) == 1
+    assert "bf16-true changes bytes, and not the seconds on fast, slow: their speeds are taken as" in notes[0]
+    kinds = {"T4": 30e12, "RTX-4090": 95e12}
+    mixed = replace(CLUSTER, devices=tuple(Device(kind, "n", 4096 * MIB, speed) for kind, speed in kinds.items()))
+    lacking = precision_notes("bf16-mixed", [mixed], [COSTS])[1:]
+    assert len(lacking) == 1
+    assert "T4 computes in no bfloat16 of its own (known peaks: fp32, fp16)" in lacking[0]
+    assert len(precision_notes("16-true", [mixed], [COSTS])) == 1
+    above = " ".join(precision_notes("32-true", [mixed], [COSTS]))
+    assert "RTX-4090 has a peak of 82.6 TFLOP/s in float32, and 95 TFLOP/s here" in above
+    timed = {kind: UnitTiming(0, 1e-3, 0, 2e-3) for kind in kinds}
+    measured = ModelCosts("m", tuple(replace(unit, timings=timed) for unit in COSTS.units))
+    assert precision_notes("bf16-true", [mixed], [measured]) == []
 
 
 def test_a_plan_of_another_cluster_or_model_is_refused(files, capsys):
