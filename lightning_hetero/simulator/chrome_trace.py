@@ -92,7 +92,8 @@ def _not_drawn(step: SimulatedStep, drawn: Collection[int]) -> str:
     """How many ranks have no spans, and why."""
     others = [rank for rank in step.ranks if rank.rank not in drawn]
     idle = sum(not rank.busy_s for rank in others)
-    about = f"; {len(drawn)} of {len(step.ranks)} ranks are drawn" if others else ""
+    are = "is" if len(drawn) == 1 else "are"
+    about = f"; {len(drawn)} of {len(step.ranks)} ranks {are} drawn" if others else ""
     if len(others) > idle:
         about += f", {len(others) - idle} do as one of these"
     return about + (f", {idle} have nothing to do" if idle else "")
