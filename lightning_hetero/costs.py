@@ -15,7 +15,7 @@ from lightning_hetero.records import Record, boolean, integer, number, read_json
 
 SCHEMA = 1
 
-_NEXT_STEP = "give the path of a costs file, or write one with ModelCosts.save(path)"
+_NEXT_STEP = 'give the path of a costs file, or write one with "lightning-hetero profile" or ModelCosts.save(path)'
 _TIMING_KEYS = ("forward_fixed_s", "forward_per_sample_s", "backward_fixed_s", "backward_per_sample_s")
 _UNIT_KEYS = (
     "name",

@@ -4,10 +4,12 @@ import json
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from lightning_hetero.cli import main
 from lightning_hetero.cli.cluster_argument import devices_of
-from lightning_hetero.cluster import Cluster
+from lightning_hetero.cli.precision_notes import precision_notes
+from lightning_hetero.cluster import Cluster, Device
 from lightning_hetero.costs import ModelCosts, UnitTiming
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.models.gpt import GPTConfig
@@ -93,7 +95,7 @@ def test_what_one_more_node_brings_and_what_one_less_costs(files, capsys):
     assert changes[2]["ratio"] < 0.9
     assert changes[0]["before"]["ranks"] == 8
     shown = capsys.readouterr().out
-    assert f"adding a node of 4 x fast: {changes[0]['before']['samples_per_s']:.4g} to " in shown
+    assert f"adding a node of 4 x fast: {changes[0]['before']['samples_per_s']:.0f} to " in shown
     assert f"costs {100 * (1 - changes[2]['ratio']):.1f} % of the throughput" in shown
 
 
@@ -152,7 +154,16 @@ def test_all_that_does_not_go_together_is_said_at_once(files, capsys):
         (["--cluster", "nowhere"], "no bundled cluster has this name"),
         (["--precision", "fp8"], "precision is 'fp8': give one of"),
         (["--optimizer", "lion"], "optimizer is 'lion': give one of"),
-        (["--nodes", "0"], "write whole numbers of nodes with commas"),
+        (["--nodes", "1,a,-3,0"], "'a', '-3', '0' are no number of nodes: write whole numbers, 1 or more"),
+        (
+            ["--nodes", "1,262145"],
+            "--nodes 262145 makes 1048580 ranks of cluster 'two-kinds': give so few that there are",
+        ),
+        (["--add", "4xL4@40"], "--add '4xL4@40': '40'"),
+        (["--nodes", "1,2", "--remove", "node-0"], "--remove asks about one cluster, --nodes makes 2: give one number"),
+        (["--nodes", "1", "--remove", "node-1"], "has no node 'node-1' to be removed"),
+        (["--costs", "none.json"], "costs file none.json does not exist"),
+        (["--costs", "none.json"], 'make one with "lightning-hetero profile"'),
         (["--models", "vit_2b"], "'vit_2b' is not known"),
         (["--calibration", "none.json"], "calibration file none.json does not exist"),
         (["--sharding", ","], "write names with commas"),
@@ -162,6 +173,91 @@ def test_bad_arguments(files, capsys, more, expected):
     assert expected in cli_runs.failed(capsys, lambda: simulated(files, *more))
 
 
+def test_a_question_is_about_the_one_number_of_nodes(files, capsys):
+    more = ["--nodes", "4", "--add", "4xfast", "--remove", "node-0", "--sharding", "FULL_SHARD"]
+    assert simulated(files, *more, "--out", str(files / "o.json")) == 0
+    data = read(files / "o.json")
+    assert [point["ranks"] for point in data["points"]] == [16]
+    assert [(change["before"]["ranks"], change["after"]["ranks"]) for change in data["changes"]] == [(16, 20), (16, 12)]
+    assert [change["alone_ratio"] for change in data["changes"]] == pytest.approx([32 / 24, 16 / 24])
+    assert "FULL_SHARD of width-1000 on two-kinds (simulated" in capsys.readouterr().out
+
+
+def test_where_nothing_could_be_simulated_the_status_says_so(files, capsys):
+    assert simulated(files, "--sharding", "HYBRID_3,HYBRID_5", "--nodes", "2,4") == 1
+    shown = capsys.readouterr().out
+    assert "HYBRID_3 does not divide 8 ranks" in shown
+    assert "ideal" not in shown
+    assert simulated(files, "--sharding", "HYBRID_3", "--nodes", "2,3") == 0
+
+
+def test_what_does_not_fit_is_said_once_for_all_numbers_of_nodes(files, capsys):
+    assert simulated(files, "--sharding", "NO_SHARD", "--nodes", "2,4", batch=("--batch-per-rank", "900000")) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("are missing on rank 0") == 1
+    assert "width-1000, NO_SHARD, 2, 4 nodes: does not fit: " in shown
+    assert "every rank lacks memory" in shown
+
+
+def test_a_mixed_cluster_is_held_against_its_devices_alone(files, capsys):
+    more = ["--sharding", "FULL_SHARD", "--nodes", "1,2,3,4", "--out", str(files / "o.json")]
+    assert simulated(files, *more) == 0
+    points = read(files / "o.json")["points"]
+    # The smallest has fast devices only, so what its ranks do is no measure of the others.
+    assert [point["ideal_samples_per_s"] for point in points] == [None] * 4
+    assert points[3]["alone_samples_per_s"] == pytest.approx(2 * points[1]["alone_samples_per_s"])
+    assert all(0 < point["share_of_alone"] < 1 for point in points)
+    assert simulated(files, "--sharding", "FULL_SHARD", "--nodes", "2,3,4", "--out", str(files / "o.json")) == 0
+    others = read(files / "o.json")["points"]
+    twice = 2 * others[0]["samples_per_s"]  # 2 and 4 nodes have as many fast devices as slow ones, 3 have not
+    assert [point["ideal_samples_per_s"] for point in others] == [twice / 2, None, pytest.approx(twice)]
+    shown = capsys.readouterr().out
+    assert "of the devices alone, if none waited" in shown
+    assert f"{100 * points[2]['share_of_alone']:.1f} %" in shown
+
+
+def test_figures_are_not_cut_on_a_narrow_terminal(files, capsys, monkeypatch):
+    monkeypatch.setattr("lightning_hetero.cli.simulate.console", lambda: Console(width=80, highlight=False))
+    assert simulated(files, "--sharding", "FULL_SHARD", "--nodes", "1,2", "--out", str(files / "o.json")) == 0
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    for point in read(files / "o.json")["points"]:
+        assert f"{point['busy_share'] * 100:.1f} %" in shown
+        assert f" {point['global_batch_size']} " in shown
+
+
+def test_a_file_of_another_kind_is_named_with_all_else(files, capsys):
+    plan_shard(CLUSTER, COSTS, Training(40)).save(files / "plan.json")
+    paths = {name: str(files / f"{name}.json") for name in ("plan", "costs")}
+    more = ["--plan", paths["costs"], "--costs", paths["plan"], "--calibration", paths["plan"], "--nodes", "2"]
+    message = cli_runs.failed(capsys, lambda: simulated(files, *more, batch=()))
+    for text in (
+        f"--plan {paths['costs']} is not a plan file (it is a costs file): give the path of a plan file, or make one",
+        f"--costs {paths['plan']} is not a costs file (it is a plan file)",
+        f"--calibration {paths['plan']} is not a calibration file (it is a plan file)",
+        "leave out --nodes, or --plan",
+    ):
+        assert text in message
+    assert "unknown key" not in message
+
+
+def test_what_a_precision_does_not_change_is_said():
+    notes = precision_notes("bf16-true", [CLUSTER], [COSTS])
+    assert len(notes) == 1
+    assert "bf16-true changes bytes, and not the seconds on fast, slow: their speeds are taken as" in notes[0]
+    kinds = {"T4": 30e12, "RTX-4090": 95e12}
+    mixed = replace(CLUSTER, devices=tuple(Device(kind, "n", 4096 * MIB, speed) for kind, speed in kinds.items()))
+    lacking = precision_notes("bf16-mixed", [mixed], [COSTS])[1:]
+    assert len(lacking) == 1
+    assert "T4 computes in no bfloat16 of its own (known peaks: fp32, fp16)" in lacking[0]
+    assert len(precision_notes("16-true", [mixed], [COSTS])) == 1
+    above = " ".join(precision_notes("32-true", [mixed], [COSTS]))
+    assert "RTX-4090 has a peak of 82.6 TFLOP/s in float32, and 95 TFLOP/s here" in above
+    timed = {kind: UnitTiming(0, 1e-3, 0, 2e-3) for kind in kinds}
+    measured = ModelCosts("m", tuple(replace(unit, timings=timed) for unit in COSTS.units))
+    assert precision_notes("bf16-true", [mixed], [measured]) == []
+
+
 def test_a_plan_of_another_cluster_or_model_is_refused(files, capsys):
     plan_shard(CLUSTER, COSTS, Training(40)).save(files / "plan.json")
     costs(300).save(files / "other.json")
@@ -169,7 +265,11 @@ def test_a_plan_of_another_cluster_or_model_is_refused(files, capsys):
     assert "the costs are of width-300" in cli_runs.failed(capsys, lambda: simulated(files, *more, batch=()))
     cluster(nodes=1).to_yaml(files / "cluster.yaml")
     message = cli_runs.failed(capsys, lambda: simulated(files, "--plan", str(files / "plan.json"), batch=()))
-    assert "8 ranks, cluster 'two-kinds' has 4" in message
+    assert "8 ranks, cluster 'two-kinds' has 4: give the cluster that the plan is for (--cluster)" in message
+    Cluster("turned", CLUSTER.devices[::-1]).to_yaml(files / "cluster.yaml")
+    message = cli_runs.failed(capsys, lambda: simulated(files, "--plan", str(files / "plan.json"), batch=()))
+    assert "its rank 0 is a fast, the cluster's a slow; so 8 of 8 ranks differ: give the cluster" in message
+    assert message.count("ranks differ") == 1
 
 
 def test_devices_on_a_command_line():

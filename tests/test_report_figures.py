@@ -9,6 +9,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
+from lightning_hetero.report import simulation_plot
 from lightning_hetero.report.figures import RUN_FIGURES
 from lightning_hetero.report.rank_bars import parts_figure, planned_figure, rates_figure
 from lightning_hetero.report.run import Run, read_runs
@@ -130,6 +131,40 @@ def test_simulated_scaling_says_so_and_weak_is_not_strong() -> None:
     assert scaling_title(list(lines.values())).startswith("Scaling, samples a rank differ")
     total, _ = scaling_figure([lines["strong"]]).axes
     assert total.lines[0].get_label() == "FULL_SHARD, simulated"
+
+
+def test_simulated_scaling_is_drawn_whole_with_what_it_is_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def line(rates: tuple[float, ...], mixed: bool) -> ScalingLine:
+        points = tuple(
+            Point(
+                "c", ranks, frozenset({f"kind {index}" if mixed else "kind"}), 64, rate, 10.0 * ranks if mixed else None
+            )
+            for index, (ranks, rate) in enumerate(zip((1, 8, 64), rates, strict=True))
+        )
+        return ScalingLine("FULL_SHARD", False, points, simulated=True)
+
+    saved = []
+    monkeypatch.setattr(simulation_plot, "save_figure", lambda figure, path: saved.append(figure))
+    lines = {"small": [line((4.0, 8.0, 9.0), False)], "large": [line((4.0, 8.0, 9.0), True)]}
+    simulation_plot.plot_simulated_scaling(lines, "s.png", "frontier, global batch 64, bf16-true")
+    figure = saved[0]
+    assert figure.get_suptitle().startswith("Strong scaling on frontier, global batch 64, bf16-true\nSIMULATED")
+    figure.draw_without_rendering()
+    for total, share in (figure.axes[:2], figure.axes[2:]):
+        for axes in (total, share):
+            low, high = axes.get_ylim()
+            drawn = [value for each in axes.lines for value in each.get_xydata()[:, 1]]
+            assert low < min(drawn) or axes is share
+            assert max(drawn) <= high  # the ideal of strong scaling, 64 x 4, too
+            legend = axes.get_legend()
+            assert len(legend.get_texts()) == sum(
+                len(each.get_xdata()) > 1 and each.get_label()[0] != "_" for each in axes.lines
+            )
+            assert legend.get_window_extent().y1 < axes.get_window_extent().y0
+    assert [each.get_label() for each in figure.axes[2].lines] == [
+        "FULL_SHARD, simulated",
+        "FULL_SHARD, if no rank waited",
+    ]
 
 
 def test_every_figure_says_that_devices_are_emulated(tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 """One simulated step: what it is made of, against what plans predict."""
 
 import json
+from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from lightning_hetero.cluster import Link
+from lightning_hetero.costs import ModelCosts, UnitTiming
 from lightning_hetero.errors import HeteroError, PlanError
 from lightning_hetero.planner.even import even_shard_plan
 from lightning_hetero.planner.layout_plan import layout_plan
@@ -15,6 +18,7 @@ from lightning_hetero.planner.sweep import Sweep
 from lightning_hetero.planner.training import Training
 from lightning_hetero.simulator.calibration import DeviceConstants
 from lightning_hetero.simulator.chrome_trace import simulated_trace, write_trace
+from lightning_hetero.simulator.devices_alone import alone_samples_per_s
 from lightning_hetero.simulator.simulate import simulate
 from tests.calibration_runs import cluster, costs
 
@@ -106,6 +110,82 @@ def test_a_trace_has_every_span_and_says_that_nothing_was_run(tmp_path):
     assert all(name.startswith("SIMULATED rank") for name in names)
     assert {event["pid"] for event in spans} == {span.rank for span in step.spans}
     assert max(event["ts"] + event["dur"] for event in spans) <= step.step_s * 1e6 * (1 + 1e-9)
+    assert len(
+        {(event["pid"], event["tid"]) for event in trace["traceEvents"] if event["name"] == "thread_name"}
+    ) == len({(span.rank, span.stream) for span in step.spans})
+
+
+def overlapping(step):
+    """Pairs of spans on one stream of one rank of which the second begins before the first has ended."""
+    by_stream = {}
+    for span in sorted(step.spans, key=lambda each: each.start_s):
+        by_stream.setdefault((span.rank, span.stream), []).append(span)
+    return [
+        (first, second)
+        for own in by_stream.values()
+        for first, second in pairwise(own)
+        if second.start_s < first.end_s * (1 - 1e-9)
+    ]
+
+
+@pytest.mark.parametrize("sharding", ["HYBRID_4", "HYBRID_2", "NO_SHARD", "hetero_pipe", "hetero_fsdp"])
+def test_spans_on_one_stream_do_not_overlap(sharding):
+    step = Sweep(global_batch=64).point(CLUSTER, COSTS, sharding).step
+    assert step.spans
+    assert not overlapping(step)
+    if sharding.startswith("HYBRID"):
+        assert {"communication", "between groups"} < {span.stream for span in step.spans}
+
+
+def test_messages_of_a_pipeline_go_from_its_stages_to_the_next_ones():
+    plan = plan_pipeline(CLUSTER, COSTS, TRAINING)
+    step = simulate(plan, CLUSTER, COSTS, TRAINING)
+    sent = Counter((span.rank, span.stream) for span in step.spans if span.stream.startswith("messages"))
+    expected = Counter()
+    for pipeline in plan.pipelines:
+        ranks = [pipeline.rank_of(stage) for stage in range(len(pipeline.stages))]
+        for one, other in pairwise(ranks):
+            if one != other:
+                expected[one, f"messages to rank {other}"] += pipeline.micro_batches
+                expected[other, f"messages to rank {one}"] += pipeline.micro_batches
+    assert sent == expected
+
+
+def test_a_rank_with_nothing_to_do_is_not_said_to_do_as_others():
+    plan = plan_pipeline(cluster(nodes=1), COSTS, TRAINING)
+    wider = replace(plan, device_types=CLUSTER.device_types(), predictions=())
+    step = simulate(wider, CLUSTER, COSTS, TRAINING)
+    label = simulated_trace(step, "a test")["otherData"]["label"]
+    assert label.endswith("4 of 8 ranks are drawn, 4 have nothing to do")
+    alike = Sweep(global_batch=64).point(CLUSTER, COSTS, "FULL_SHARD").step
+    assert simulated_trace(alike, "a test")["otherData"]["label"].endswith(
+        "2 of 8 ranks are drawn, 6 do as one of these"
+    )
+
+
+def test_the_devices_alone_do_not_depend_on_the_plan():
+    rate = 4 * 2e12 + 4 * 1e12
+    work = sum(unit.forward_flops + unit.backward_flops for unit in COSTS.units)
+    sweep = Sweep(global_batch=64, checkpointing=True)
+    steps = [
+        sweep.point(CLUSTER, COSTS, each).step for each in ("FULL_SHARD", "HYBRID_4", "hetero_pipe", "hetero_fsdp")
+    ]
+    idle = replace(
+        plan_pipeline(cluster(nodes=1), COSTS, TRAINING), device_types=CLUSTER.device_types(), predictions=()
+    )
+    for step in (*steps, simulate(idle, CLUSTER, COSTS, TRAINING)):
+        assert step.alone_samples_per_s == pytest.approx(rate / work)
+        assert 0 < step.share_of_alone < 1
+
+
+def test_the_devices_alone_have_their_fixed_seconds_once():
+    unit = COSTS.units[0]
+    timings = {"fast": UnitTiming(0.1, 0.01, 0.1, 0.03), "slow": UnitTiming(0.5, 0.1, 1.5, 0.1)}
+    measured = ModelCosts("m", (replace(unit, timings=timings),))
+    # 4 fast ones: (T - 0.2) / 0.04 samples each; 4 slow ones: (T - 2) / 0.2, once a step takes longer than that.
+    assert alone_samples_per_s(CLUSTER, measured, 60) == pytest.approx(60 / (0.2 + 60 * 0.04 / 4))
+    long_s = (600 + 4 * (0.2 / 0.04 + 2 / 0.2)) / (4 / 0.04 + 4 / 0.2)
+    assert alone_samples_per_s(CLUSTER, measured, 600) == pytest.approx(600 / long_s)
 
 
 def test_a_sweep_needs_one_batch():

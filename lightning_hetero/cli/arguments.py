@@ -22,13 +22,14 @@ def positive_integers(text: str) -> tuple[int, ...]:
 
 def node_counts(text: str) -> tuple[int, ...]:
     """``1,2,4`` as (1, 2, 4), each once, ascending."""
-    try:
-        values = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        values = ()
-    if not values or min(values) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: write whole numbers of nodes with commas, such as 1,2,4")
-    return tuple(sorted(set(values)))
+    parts = [part.strip() for part in text.split(",")]
+    bad = [part for part in parts if not part.isdecimal() or int(part) < 1]
+    if bad:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: {', '.join(map(repr, bad))} {'is' if len(bad) == 1 else 'are'} no number of nodes: write whole "
+            "numbers, 1 or more, with commas, such as 1,2,4"
+        )
+    return tuple(sorted(set(map(int, parts))))
 
 
 def names(text: str) -> tuple[str, ...]:

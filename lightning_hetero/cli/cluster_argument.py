@@ -47,7 +47,10 @@ def devices_of(text: str, node: str, cluster: Cluster, costs: ModelCosts | None 
         raise HeteroError(f"{text!r} is no node: write number and type, such as 8xA100-80GB, or 4xL4@40TFLOP/s")
     count, preset = int(found[1]), preset_for(found[2])
     kind = found[2].strip() if preset is None else preset.type
-    speed = None if found[3] is None else parse_flops_per_s(found[3])
+    try:
+        speed = None if found[3] is None else parse_flops_per_s(found[3])
+    except HeteroError as error:
+        raise HeteroError(f"{text!r}: {error}") from None
     like = next((device for device in cluster.devices if device.type == kind), None)
     if like is not None:
         device = replace(like, node=node, uuid=None)

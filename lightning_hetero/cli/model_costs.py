@@ -10,8 +10,9 @@ from lightning_hetero.costs import ModelCosts
 from lightning_hetero.errors import HeteroError
 from lightning_hetero.simulator.calibration import Calibration
 
-_COMPUTE = {"64-true": "float64", "bf16-true": "bfloat16", "16-true": "float16"}
-_COMPUTE |= {"bf16-mixed": "bfloat16", "16-mixed": "float16", "32-true": "float32"}
+COMPUTE_DTYPES = {"64-true": "float64", "bf16-true": "bfloat16", "16-true": "float16"}
+COMPUTE_DTYPES |= {"bf16-mixed": "bfloat16", "16-mixed": "float16", "32-true": "float32"}
+"""what each of Lightning's precisions computes in"""
 
 
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +29,7 @@ def add_precision_arguments(parser: argparse.ArgumentParser) -> None:
         "--precision",
         default="32-true",
         metavar="NAME",
-        help=f"of the training, in Lightning's words: {', '.join(_COMPUTE)} (default: 32-true)",
+        help=f"of the training, in Lightning's words: {', '.join(COMPUTE_DTYPES)} (default: 32-true)",
     )
     parser.add_argument(
         "--optimizer",
@@ -70,9 +71,9 @@ def read_costs(
     Raises:
         HeteroError: if both or neither are given, or as counting and reading raise.
     """
-    dtype = _COMPUTE.get(precision)
+    dtype = COMPUTE_DTYPES.get(precision)
     if dtype is None:
-        raise HeteroError(f"precision is {precision!r}: give one of {', '.join(_COMPUTE)}")
+        raise HeteroError(f"precision is {precision!r}: give one of {', '.join(COMPUTE_DTYPES)}")
     if (path is None) == (model is None):
         given = "neither --costs nor --model is" if path is None else "both --costs and --model are"
         raise HeteroError(f"{given} given: give a costs file, or the name of a model")

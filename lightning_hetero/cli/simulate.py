@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 from lightning_hetero.cli.arguments import names, node_counts, positive_integer
 from lightning_hetero.cli.cluster_argument import add_cluster_argument, devices_of
 from lightning_hetero.cli.model_costs import add_training_arguments, read_calibration, read_costs, unmeasured
+from lightning_hetero.cli.precision_notes import precision_notes
+from lightning_hetero.cli.simulation_checks import argument_problems, plan_cluster_problems, size_problems
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.cluster.bundled_clusters import load_cluster
 from lightning_hetero.cluster.resized import with_node, with_nodes, without_node
@@ -18,13 +21,14 @@ from lightning_hetero.costs import ModelCosts
 from lightning_hetero.errors import HeteroError, raise_all
 from lightning_hetero.plan import PipelinePlan, ShardPlan
 from lightning_hetero.plan.options import BACKWARD_PREFETCH
-from lightning_hetero.planner.sweep import Change, Sweep, SweepPoint, sharding_problems
+from lightning_hetero.planner.sweep import Change, Sweep, SweepPoint
 from lightning_hetero.planner.training import Training
 from lightning_hetero.records import read_json, write_json
 from lightning_hetero.report.console import console, progress_bar
 from lightning_hetero.report.simulation_table import (
     SIMULATED,
     change_lines,
+    ideal_samples_per_s,
     simulated_lines,
     step_table,
     sweep_table,
@@ -144,62 +148,21 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Simulate, show, write."""
-    raise_all(HeteroError, "this cannot be simulated", _problems(options))
+    raise_all(HeteroError, "this cannot be simulated", argument_problems(options))
     cluster = load_cluster(options.cluster)
+    raise_all(HeteroError, "this cannot be simulated", size_problems(options.nodes or (), cluster))
     calibration, notes = read_calibration(options.calibration, cluster)
     if options.plan is not None:
         return _run_plan(options, cluster, calibration, notes)
     return _run_sweep(options, cluster, calibration, notes)
 
 
-def _problems(options: argparse.Namespace) -> list[str]:
-    """What does not go together, all of it."""
-    problems = []
-    if not options.models and options.costs is None:
-        problems.append("neither --costs nor --models is given: give a costs file, or names of models")
-    if options.models and options.costs is not None:
-        problems.append("both --costs and --models are given: leave one out")
-    if options.plan is not None:
-        sweeping = {
-            "--nodes": options.nodes,
-            "--sharding": options.sharding,
-            "--add": options.add,
-            "--remove": options.remove,
-            "--global-batch": options.global_batch,
-            "--batch-per-rank": options.batch_per_rank,
-            "--activation-checkpointing": options.activation_checkpointing,
-            "--even": options.even,
-            "--backward-prefetch": options.backward_prefetch,
-            "--limit-all-gathers": options.limit_all_gathers,
-            "--plot": options.plot,
-        }
-        given = [name for name, value in sweeping.items() if value]
-        if given:
-            problems.append(
-                f"a plan is for one cluster and one batch as it is: leave out {', '.join(given)}, or --plan"
-            )
-        if len(options.models) > 1:
-            problems.append(f"a plan is for one model, --models names {len(options.models)}: give one")
-        return problems
-    batches = (options.global_batch is not None) + (options.batch_per_rank is not None)
-    if batches != 1:
-        what = (
-            "neither --global-batch nor --batch-per-rank is"
-            if not batches
-            else "both --global-batch and --batch-per-rank are"
-        )
-        problems.append(f"{what} given: the first keeps the batch, the second scales it with the ranks; give one")
-    steps = max(1, len(options.models)) * len(options.sharding or "1") * len(options.nodes or "1")
-    if options.trace is not None and steps > 1:
-        problems.append(f"--trace is of one step, this is {steps}: give one model, one sharding, one number of nodes")
-    return problems + [f"--{text}" for text in sharding_problems(options.sharding or ())]
-
-
 def _run_plan(options: argparse.Namespace, cluster: Cluster, calibration: Calibration | None, notes: list[str]) -> int:
     plan = _read_plan(options.plan)
+    raise_all(HeteroError, "this cannot be simulated", plan_cluster_problems(plan, cluster))
     model = options.models[0] if options.models else None
     costs, more = read_costs(options.costs, model, options.sequence, options.precision)
-    notes = [*notes, *more, *unmeasured(costs, cluster)]
+    notes = [*notes, *more, *unmeasured(costs, cluster), *precision_notes(options.precision, [cluster], [costs])]
     constants = None
     if calibration is not None:
         cluster, costs = calibration.applied(cluster, costs)
@@ -207,7 +170,7 @@ def _run_plan(options: argparse.Namespace, cluster: Cluster, calibration: Calibr
     training = Training(plan.global_batch_size, options.precision, options.optimizer)
     step = simulate(plan, cluster, costs, training, constants=constants, engine=options.engine)
     screen = console()
-    what = f"{costs.model} on {cluster.name}"
+    what = f"{step.strategy} of {costs.model} on {cluster.name}"
     step_table(step, what, cluster.emulate).show(screen)
     if plan.predicted_step_s:
         notes.append(
@@ -243,9 +206,9 @@ def _run_sweep(options: argparse.Namespace, cluster: Cluster, calibration: Calib
     shardings = options.sharding or (ShardPlan.STRATEGY,)
     with progress_bar("simulating") as progress:
         costs, more = _all_costs(options, lambda what: progress(0, 1, what))
-        notes = [*notes, *more, *dict.fromkeys(text for each in costs for text in unmeasured(each, cluster))]
-        changed = _changed(options, cluster, costs)
         asked = list(_clusters(options.nodes, cluster))
+        changed = _changed(options, asked[0], costs)
+        notes += [*more, *_seconds_notes(options.precision, [*asked, *(other for _, other in changed)], costs)]
         total, done = len(costs) * len(shardings) * (len(asked) + len(changed)), 0
         points: list[SweepPoint] = []
         changes: list[Change] = []
@@ -255,22 +218,25 @@ def _run_sweep(options: argparse.Namespace, cluster: Cluster, calibration: Calib
                     progress(done, total, f"{each.model}, {sharding}, nodes: {len(one.nodes)}")
                     points.append(sweep.point(one, each, sharding))
                     done += 1
-                before = sweep.point(cluster, each, sharding) if changed else None
-                for what, other in changed:
-                    assert before is not None
-                    changes.append(Change(what, before, sweep.point(other, each, sharding)))
+                for what, other in changed:  # which are questions about the one cluster that was asked about
+                    progress(done, total, f"{each.model}, {sharding}, {what}")
+                    changes.append(Change(what, points[-1], sweep.point(other, each, sharding)))
                     done += 1
         progress(total, total, "done")
     screen = console()
     if len(points) == 1 and points[0].step is not None:
-        step_table(points[0].step, f"{points[0].model} on {points[0].cluster.name}", cluster.emulate).show(screen)
+        step_table(points[0].step, _what(points[0]), cluster.emulate).show(screen)
     else:
         sweep_table(points).show(screen)
-    written = [*_write_plot(options.plot, points), *_write_one_trace(options.trace, points)]
+    written = [*_write_plot(options, points), *_write_one_trace(options.trace, points)]
     written += _write(options.out, points, changes, notes)
     for line in [*change_lines(changes), *notes, *written]:
         screen.print(line, markup=False, soft_wrap=True)
-    return 0
+    return 0 if any(point.step is not None for point in points) else 1
+
+
+def _what(point: SweepPoint) -> str:
+    return f"{point.sharding} of {point.model} on {point.cluster.name}"
 
 
 def _layout_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -294,6 +260,14 @@ def _all_costs(options: argparse.Namespace, begin: Callable[[str], None]) -> tup
         found.append(costs)
         notes += more
     return found, list(dict.fromkeys(notes))
+
+
+def _seconds_notes(precision: str, clusters: Sequence[Cluster], costs: Sequence[ModelCosts]) -> list[str]:
+    """Where seconds are not measured, of all devices that are asked about."""
+    devices = {device.type: device for cluster in clusters for device in cluster.devices}
+    every = replace(clusters[0], devices=tuple(replace(device, uuid=None) for device in devices.values()))
+    texts = dict.fromkeys(text for each in costs for text in unmeasured(each, every))
+    return [*texts, *precision_notes(precision, clusters, costs)]
 
 
 def _clusters(nodes: Sequence[int] | None, cluster: Cluster) -> Iterator[Cluster]:
@@ -321,8 +295,8 @@ def _changed(options: argparse.Namespace, cluster: Cluster, costs: Sequence[Mode
     return found
 
 
-def _write_plot(path: str | None, points: Sequence[SweepPoint]) -> list[str]:
-    if path is None:
+def _write_plot(options: argparse.Namespace, points: Sequence[SweepPoint]) -> list[str]:
+    if options.plot is None:
         return []
     if find_spec("matplotlib") is None:
         return ["no plot: matplotlib is not installed; install it with: pip install 'lightning-hetero[plot]'"]
@@ -331,8 +305,14 @@ def _write_plot(path: str | None, points: Sequence[SweepPoint]) -> list[str]:
     lines = simulated_lines(points)
     if not lines:
         return ["no plot: nothing that was asked about fits"]
-    plot_simulated_scaling(lines, path)
-    return [f"plot written to {path}"]
+    batch = (
+        f"global batch {options.global_batch}"
+        if options.batch_per_rank is None
+        else f"{options.batch_per_rank} samples a rank"
+    )
+    about = f"{points[0].cluster.name}, {batch}, {options.precision}"
+    plot_simulated_scaling(lines, options.plot, about)
+    return [f"plot written to {options.plot}"]
 
 
 def _write_one_trace(path: str | None, points: Sequence[SweepPoint]) -> list[str]:
@@ -340,7 +320,7 @@ def _write_one_trace(path: str | None, points: Sequence[SweepPoint]) -> list[str
         return []
     if points[0].step is None:
         return [f"no trace: {points[0].problem}"]
-    return _write_trace(path, points[0].step, f"{points[0].model}, {points[0].sharding} on {points[0].cluster.name}")
+    return _write_trace(path, points[0].step, _what(points[0]))
 
 
 def _write_trace(path: str | None, step: SimulatedStep, what: str) -> list[str]:
@@ -356,7 +336,10 @@ def _write(
     if path is None:
         return []
     data: dict[str, Any] = {"schema": SCHEMA, "kind": "simulation", "label": SIMULATED, "notes": list(notes)}
-    data["points"] = [point.to_dict() for point in points]
+    ideals = ideal_samples_per_s(points)
+    data["points"] = [
+        {**point.to_dict(), "ideal_samples_per_s": ideal} for point, ideal in zip(points, ideals, strict=True)
+    ]
     data["changes"] = [change.to_dict() for change in changes]
     if len(points) == 1 and points[0].step is not None:
         data["ranks"] = [vars(rank) for rank in points[0].step.ranks]

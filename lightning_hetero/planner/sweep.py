@@ -163,6 +163,8 @@ class SweepPoint:
             **found,
             "step_s": step.step_s,
             "samples_per_s": step.samples_per_s,
+            "alone_samples_per_s": step.alone_samples_per_s,
+            "share_of_alone": step.share_of_alone,
             "busy_share": step.busy_share,
             "exposed_communication_share": step.exposed_share,
             "bubble_share": step.bubble_share,
@@ -198,11 +200,20 @@ class Change:
         before, after = self.before.samples_per_s, self.after.samples_per_s
         return None if before is None or after is None else after / before
 
+    @property
+    def alone_ratio(self) -> float | None:
+        """The same of what the devices would do together if none ever waited or communicated."""
+        before, after = self.before.step, self.after.step
+        if before is None or after is None:
+            return None
+        return after.alone_samples_per_s / before.alone_samples_per_s
+
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
         return {
             "what": self.what,
             "ratio": self.ratio,
+            "alone_ratio": self.alone_ratio,
             "before": self.before.to_dict(),
             "after": self.after.to_dict(),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -13,6 +14,7 @@ from lightning_hetero.simulator.simulated_step import SimulatedRank, SimulatedSt
 from lightning_hetero.units import format_bytes, format_seconds
 
 SIMULATED = "simulated, nothing was run"
+ALONE = "the devices alone, if none waited, communicated or computed anything twice"
 
 
 def step_table(step: SimulatedStep, what: str, emulated: bool = False) -> ReportTable:
@@ -20,7 +22,7 @@ def step_table(step: SimulatedStep, what: str, emulated: bool = False) -> Report
 
     Args:
         step: to be shown.
-        what: it is of.
+        what: it is of ("FULL_SHARD of vit_1b on frontier").
         emulated: whether its devices are.
     """
     rows = []
@@ -44,16 +46,18 @@ def step_table(step: SimulatedStep, what: str, emulated: bool = False) -> Report
         )
     parts = ("busy", "exposed\ncomm", "rest", "waiting")
     columns = ("rank", "node", "device", "samples", *parts, "peak memory", "of its\ndevice", "energy\nJ")
-    title = f"{step.strategy} of {what} ({SIMULATED}{f'; {EMULATED}' if emulated else ''})"
+    title = f"{what} ({SIMULATED}{f'; {EMULATED}' if emulated else ''})"
     left = ("device", "node")
     return ReportTable(title, columns, tuple(rows), tuple(step_lines(step)), left).without_empty()
 
 
 def step_lines(step: SimulatedStep) -> list[str]:
     """What is to be said of a whole step."""
-    throughput = f"{step.samples_per_s:.4g} samples/s with {step.global_batch_size} samples"
-    alone = f"{step.busy_samples_per_s:.4g} samples/s if no rank waited or communicated"
-    lines = [f"step {format_seconds(step.step_s)}, {throughput}; {alone}"]
+    throughput = f"{rate(step.samples_per_s)} samples/s with {step.global_batch_size} samples"
+    lines = [
+        f"step {format_seconds(step.step_s)}, {throughput}",
+        f"{ALONE}: {rate(step.alone_samples_per_s)} samples/s; the step has {percent(step.share_of_alone)} of that",
+    ]
     if step.strategy == "hetero_pipe":
         lines.append("a message that a stage waits for counts as waiting, as the pipeline's bubble does")
     lines += _misfits(step)
@@ -67,46 +71,75 @@ def step_lines(step: SimulatedStep) -> list[str]:
 
 def sweep_table(points: Sequence[SweepPoint]) -> ReportTable:
     """One line a point."""
-    ideals = {id(point): ideal for line, own in _lines(points) for point, ideal in _ideals(line, own)}
-    rows = []
-    notes = []
-    for point in points:
-        step, ideal = point.step, ideals.get(id(point))
-        own = [point.model, point.sharding, str(point.nodes), str(point.ranks), str(point.global_batch_size)]
-        if step is None:
-            rows.append(cells([*own, *[None] * 8]))
-            notes.append(f"{point.model}, {point.sharding}, {_nodes(point.nodes)}: {point.problem}")
-            continue
-        rows.append(
-            cells(
-                [
-                    *own,
-                    format_seconds(step.step_s),
-                    f"{step.samples_per_s:.4g}" if step.fits else "does not fit",
-                    None if ideal is None or not step.fits else percent(step.samples_per_s / ideal),
-                    percent(step.busy_share),
-                    percent(step.exposed_share),
-                    percent(step.bubble_share),
-                    format_bytes(step.fullest.peak_bytes),
-                    None if step.energy_j is None else f"{step.energy_j / step.global_batch_size:.3g}",
-                ]
-            )
-        )
-        notes += [f"{point.model}, {point.sharding}, {_nodes(point.nodes)}: {text}" for text in _misfits(step)]
+    ideals = ideal_samples_per_s(points)
+    mixed = any(len(point.cluster.types) > 1 for point in points)
     head = ("model", "sharding", "nodes", "ranks", "samples\na step")
-    seconds = ("step", "samples/s", "of the\nideal", "busy", "exposed\ncomm", "waiting")
+    seconds = ("step", "samples/s", "of the\nideal", "of devices\nalone", "busy", "exposed\ncomm", "waiting")
     columns = (*head, *seconds, "fullest\nrank", "J/sample")
-    notes.insert(
-        0, "ideal: what each rank of the smallest number of nodes does, times the ranks; none for other devices"
+    rows = tuple(
+        (*_asked(point), *cells(_found(point, ideal, mixed) or [None] * (len(columns) - len(head))))
+        for point, ideal in zip(points, ideals, strict=True)
     )
     steps = [point.step for point in points if point.step is not None]
+    notes = _said_once(points)
+    if any(ideal is not None for ideal in ideals):
+        notes.insert(0, "of the ideal: what each rank of the smallest number of nodes does, times the ranks")
+    if mixed and any(step.fits for step in steps):
+        notes.insert(0, f"of {ALONE}: samples/s over theirs together, each at its own speed")
     notes += dict.fromkeys(f"assumed: {text}" for step in steps for text in step.assumed)
     notes += dict.fromkeys(f"no energy: {step.no_energy}" for step in steps if step.no_energy)
     emulated = f"; {EMULATED}" if any(point.cluster.emulate for point in points) else ""
     names = ", ".join(dict.fromkeys(point.cluster.name for point in points))
     return ReportTable(
-        f"{names} ({SIMULATED}{emulated})", columns, tuple(rows), tuple(notes), ("model", "sharding")
+        f"{names} ({SIMULATED}{emulated})", columns, rows, tuple(notes), ("model", "sharding")
     ).without_empty()
+
+
+def ideal_samples_per_s(points: Sequence[SweepPoint]) -> list[float | None]:
+    """For each point what each rank of the smallest number of nodes does, times its ranks.
+
+    None where there is no smaller one of the same devices in the same proportion, or the point does not run.
+    """
+    found: dict[int, float | None] = {}
+    for line, own in _lines(points):
+        ideals = [line.ideal(drawn) for drawn in line.points]
+        if sum(ideal is not None for ideal in ideals) > 1:  # the smallest alone is all of its own ideal
+            found |= {id(point): ideal for point, ideal in zip(own, ideals, strict=True)}
+    return [found.get(id(point)) for point in points]
+
+
+def _asked(point: SweepPoint) -> tuple[str, ...]:
+    return point.model, point.sharding, str(point.nodes), str(point.ranks), str(point.global_batch_size)
+
+
+def _found(point: SweepPoint, ideal: float | None, mixed: bool) -> list[str | None]:
+    """Cells of what was simulated; none of a point without a step."""
+    step = point.step
+    if step is None:
+        return []
+    return [
+        format_seconds(step.step_s),
+        rate(step.samples_per_s) if step.fits else "does not fit",
+        None if ideal is None else percent(step.samples_per_s / ideal),
+        percent(step.share_of_alone) if mixed and step.fits else None,
+        percent(step.busy_share),
+        percent(step.exposed_share),
+        percent(step.bubble_share),
+        format_bytes(step.fullest.peak_bytes),
+        None if step.energy_j is None else f"{step.energy_j / step.global_batch_size:.3g}",
+    ]
+
+
+def _said_once(points: Sequence[SweepPoint]) -> list[str]:
+    """Why points do not run: a text for all numbers of nodes of which it is true."""
+    nodes: dict[tuple[str, str, str], list[str]] = {}
+    for point in points:
+        for text in [point.problem] if point.step is None else _misfits(point.step):
+            nodes.setdefault((point.model, point.sharding, text), []).append(str(point.nodes))
+    return [
+        f"{model}, {sharding}, {', '.join(counts)} node{'' if counts == ['1'] else 's'}: {text}"
+        for (model, sharding, text), counts in nodes.items()
+    ]
 
 
 def change_lines(changes: Sequence[Change]) -> list[str]:
@@ -130,15 +163,15 @@ def change_lines(changes: Sequence[Change]) -> list[str]:
         assert after.step is not None
         ratio = change.ratio or 0.0
         verdict = f"{ratio:.2f} x as fast" if ratio >= 1 else f"costs {100 * (1 - ratio):.1f} % of the throughput"
-        own = after.step.busy_samples_per_s / before.step.busy_samples_per_s
+        own = change.alone_ratio or 0.0
         batch = (
             f"{before.global_batch_size} samples a step"
             if before.global_batch_size == after.global_batch_size
             else f"{before.global_batch_size} and {after.global_batch_size} samples a step"
         )
         lines.append(
-            f"{what}: {before.samples_per_s:.4g} to {after.samples_per_s:.4g} samples/s, {verdict} ({batch}); the "
-            f"devices alone, if none ever waited or communicated: {own:.2f} x"
+            f"{what}: {rate(before.step.samples_per_s)} to {rate(after.step.samples_per_s)} samples/s, {verdict} "
+            f"({batch}); {ALONE}: {own:.2f} x"
         )
     return lines
 
@@ -167,14 +200,11 @@ def _lines(points: Sequence[SweepPoint]) -> Iterator[tuple[ScalingLine, list[Swe
 def _point(point: SweepPoint, mixed: bool) -> Point:
     assert point.step is not None
     # Of devices of one kind it is the ideal line once more.
-    own = point.step.busy_samples_per_s if mixed else None
-    devices = frozenset(point.cluster.types)
+    own = point.step.alone_samples_per_s if mixed else None
+    counts = Counter(point.cluster.device_types())
+    # Of unequal devices, more nodes are more of the same only where the proportion is.
+    devices = frozenset(f"{count / point.ranks:.6f} {kind}" for kind, count in counts.items())
     return Point(point.cluster.name, point.ranks, devices, point.global_batch_size, point.step.samples_per_s, own)
-
-
-def _ideals(line: ScalingLine, points: Sequence[SweepPoint]) -> Iterator[tuple[SweepPoint, float | None]]:
-    for point, drawn in zip(points, line.points, strict=True):
-        yield point, line.ideal(drawn)
 
 
 def _alike(ranks: Sequence[SimulatedRank]) -> Iterator[tuple[SimulatedRank, SimulatedRank]]:
@@ -200,7 +230,8 @@ def _misfits(step: SimulatedStep) -> list[str]:
     worst = max(short, key=lambda rank: rank.peak_bytes - rank.capacity_bytes)
     missing = format_bytes(worst.peak_bytes - worst.capacity_bytes)
     where = f"{missing} are missing on rank {worst.rank} ({worst.device})"
-    return [f"does not fit: {where}; {len(short)} of {len(step.ranks)} ranks lack memory"]
+    many = "every rank lacks" if len(short) == len(step.ranks) else f"{len(short)} of {len(step.ranks)} ranks lack"
+    return [f"does not fit: {where}; {many} memory"]
 
 
 def _why_not(point: SweepPoint, place: str) -> str:
@@ -208,5 +239,6 @@ def _why_not(point: SweepPoint, place: str) -> str:
     return f"{place} it, nothing can be said: {why}"
 
 
-def _nodes(count: int) -> str:
-    return f"{count} node{'s' if count > 1 else ''}"
+def rate(samples_per_s: float) -> str:
+    """Samples/s: whole numbers from 100 up, below with a digit or more."""
+    return f"{samples_per_s:.0f}" if samples_per_s >= 100 else f"{samples_per_s:.4g}"

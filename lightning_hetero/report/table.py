@@ -5,12 +5,17 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 ABSENT = "-"
+
+_WHOLE = 24
+"""characters up to which a cell's line is not wrapped"""
 
 
 @dataclass(frozen=True)
@@ -48,11 +53,16 @@ class ReportTable:
         """Print it."""
         if self.rows:
             # as Text, since names of devices and folders are no markup
-            table = Table(title=Text(self.title), title_justify="left")
-            for name in self.columns:
-                table.add_column(Text(name), justify="left" if name in self.left else "right")
+            table = Table()
+            for place, name in enumerate(self.columns):
+                justify: Literal["left", "right"] = "left" if name in self.left else "right"
+                table.add_column(Text(name), justify=justify, min_width=self._least_width(place))
             for row in self.rows:
                 table.add_row(*map(Text, row))
+            screen.print(self.title, markup=False, soft_wrap=True, style="italic")
+            needed = sum(map(self._least_width, range(len(self.columns)))) + 3 * len(self.columns) + 1
+            if needed > screen.width:  # a figure of which a digit is cut off is wrong, a line that is wrapped is ugly
+                screen = Console(file=screen.file, width=needed, highlight=False)
             screen.print(table)
         else:
             screen.print(self.title, markup=False, soft_wrap=True, style="italic")
@@ -72,6 +82,14 @@ class ReportTable:
             parts.append("</tbody></table></div>")
         parts += [f"<p class=note>{html.escape(note)}</p>" for note in self.notes]
         return "\n".join(parts)
+
+    def _least_width(self, place: int) -> int:
+        """Characters that a column needs so that no figure is cut or wrapped; words of long texts may be."""
+        lines = [
+            line for cell in (self.columns[place], *(row[place] for row in self.rows)) for line in cell.split("\n")
+        ]
+        pieces = [piece for line in lines for piece in ([line] if len(line) <= _WHOLE else line.split())]
+        return max(map(cell_len, pieces), default=1)
 
     def _side(self, name: str) -> str:
         return " class=left" if name in self.left else ""

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning_hetero.records import write_text
-from lightning_hetero.simulator.simulated_step import COMMUNICATION, COMPUTE, REST, SimulatedStep
+from lightning_hetero.simulator.simulated_step import (
+    BETWEEN,
+    COMMUNICATION,
+    COMPUTE,
+    MESSAGES,
+    REST,
+    SimulatedStep,
+)
 
 Event = dict[str, Any]
 
-_STREAMS = (COMPUTE, COMMUNICATION, REST)
+_ORDER = (COMPUTE, COMMUNICATION, BETWEEN, MESSAGES, REST)
 
 
 def process_events(pid: int, name: str) -> Iterator[Event]:
@@ -55,19 +62,41 @@ def simulated_trace(step: SimulatedStep, what: str) -> dict[str, Any]:
         what: it is of, for the trace's names.
     """
     events: list[Event] = []
-    drawn = sorted({span.rank for span in step.spans})
-    for rank in drawn:
+    streams = _streams(step)
+    for rank, names in streams.items():
         own = step.ranks[rank]
         events += process_events(rank, f"SIMULATED rank {rank} ({own.device} on {own.node})")
-        events += thread_events(rank, _STREAMS)
+        events += thread_events(rank, names)
     for span in step.spans:
-        tid = _STREAMS.index(span.stream)
+        tid = streams[span.rank].index(span.stream)
         events.append(span_event(span.rank, tid, span.name, span.start_s, span.end_s, span.stream))
-    about = f"simulated, nothing was run: {what}"
-    if len(drawn) < len(step.ranks):
-        about += f"; {len(drawn)} of {len(step.ranks)} ranks are drawn, the others do as one of these"
+    about = f"simulated, nothing was run: {what}{_not_drawn(step, set(streams))}"
     other = {"label": about, "step_s": step.step_s, "assumed": list(step.assumed)}
     return {"displayTimeUnit": "ms", "otherData": other, "traceEvents": events}
+
+
+def _streams(step: SimulatedStep) -> dict[int, list[str]]:
+    """By rank, those on which something happens: compute first, the rest last."""
+
+    def place(stream: str) -> tuple[int, int, str]:
+        kind = next(index for index, name in enumerate(_ORDER) if stream.startswith(name))
+        return kind, len(stream), stream  # rank 10 after rank 9
+
+    found: dict[int, set[str]] = {}
+    for span in step.spans:
+        found.setdefault(span.rank, set()).add(span.stream)
+    return {rank: sorted(found[rank], key=place) for rank in sorted(found)}
+
+
+def _not_drawn(step: SimulatedStep, drawn: Collection[int]) -> str:
+    """How many ranks have no spans, and why."""
+    others = [rank for rank in step.ranks if rank.rank not in drawn]
+    idle = sum(not rank.busy_s for rank in others)
+    are = "is" if len(drawn) == 1 else "are"
+    about = f"; {len(drawn)} of {len(step.ranks)} ranks {are} drawn" if others else ""
+    if len(others) > idle:
+        about += f", {len(others) - idle} do as one of these"
+    return about + (f", {idle} have nothing to do" if idle else "")
 
 
 def write_trace(path: str | os.PathLike[str], trace: Mapping[str, Any]) -> None:

@@ -13,11 +13,12 @@ one device slow each other down.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from bisect import bisect_right
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_hetero.errors import HeteroError, raise_all
-from lightning_hetero.schedule import Action, Schedule
+from lightning_hetero.schedule import FORWARD, Action, Schedule
 from lightning_hetero.simulator.engine import TaskGraph, Timeline
 from lightning_hetero.simulator.pipeline import (
     OURS,
@@ -54,6 +55,25 @@ class PipelineLoad:
 
 
 @dataclass(frozen=True)
+class Message:
+    """An output or a gradient on its way, while its sender computes on.
+
+    Args:
+        rank: that sends; ranks are counted through, those of the first pipeline first.
+        receiver: the rank that it goes to.
+        name: of what it is of ("0F1").
+        start_s: when it leaves.
+        end_s: when it is there.
+    """
+
+    rank: int
+    receiver: int
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
 class PipelinesTimeline:
     """What the pipelines of a plan did in one step.
 
@@ -66,6 +86,7 @@ class PipelinesTimeline:
         spans: of all ranks: actions, sends that hold a device, reductions, optimizer. Ranks are counted through, those
             of the first pipeline first.
         timeline: of actions and messages; tasks are named by their action, or ``(action, "sent")``.
+        messages: that hold no device.
     """
 
     step_s: float
@@ -75,6 +96,7 @@ class PipelinesTimeline:
     exposed_communication_s: float
     spans: tuple[Span, ...]
     timeline: Timeline
+    messages: tuple[Message, ...] = ()
 
     @property
     def bubble(self) -> float:
@@ -142,7 +164,10 @@ def _run(
         for stage, optimizer_s in enumerate(load.optimizer_s):
             seconds[stage % len(seconds)] += optimizer_s
     step_s = max([reduced.step_s, *(span.end_s for span in optimizers)])
-    return PipelinesTimeline(step_s, tuple(map(tuple, busy)), tuple(ends), reduced.end_s, 0.0, tuple(spans), timeline)
+    messages = () if sending.blocking else tuple(_messages(pipelines, first_ranks, last, timeline))
+    return PipelinesTimeline(
+        step_s, tuple(map(tuple, busy)), tuple(ends), reduced.end_s, 0.0, tuple(spans), timeline, messages
+    )
 
 
 def _computed(timeline: Timeline, devices: Sequence[int]) -> list[Span]:
@@ -158,6 +183,25 @@ def _computed(timeline: Timeline, devices: Sequence[int]) -> list[Span]:
         elif ranks and isinstance(name, tuple):
             spans.append(Span(ranks[0], MESSAGE, f"{name[0]} sent", start_s, end_s))
     return spans
+
+
+def _messages(
+    pipelines: Sequence[PipelineLoad],
+    first_ranks: Sequence[int],
+    last: Sequence[Mapping[Action, int]],
+    timeline: Timeline,
+) -> Iterator[Message]:
+    """What is sent without holding a device. Tasks are those of the first pipeline, then those of the next one."""
+    starts = [min(own.values()) for own in last]
+    rows = [{one.stage: row for row, own in enumerate(load.schedule.rows) for one in own} for load in pipelines]
+    for task, (name, start_s, end_s) in enumerate(zip(timeline.names, timeline.start_s, timeline.end_s, strict=True)):
+        if isinstance(name, Action) or not isinstance(name, tuple) or end_s <= start_s:
+            continue
+        action = name[0]
+        index = bisect_right(starts, task) - 1
+        to_stage = action.stage + (1 if action.kind == FORWARD else -1)
+        first, row_of = first_ranks[index], rows[index]
+        yield Message(first + row_of[action.stage], first + row_of[to_stage], str(action), start_s, end_s)
 
 
 def _reduced(

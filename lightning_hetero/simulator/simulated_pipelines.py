@@ -13,11 +13,11 @@ from lightning_hetero.planner.seconds import unit_timings
 from lightning_hetero.planner.training import Training
 from lightning_hetero.schedule import peaks_in_flight
 from lightning_hetero.simulator.calibration import DeviceConstants
+from lightning_hetero.simulator.devices_alone import alone_samples_per_s
 from lightning_hetero.simulator.pipeline import Hop, compute_s
 from lightning_hetero.simulator.pipeline_memory import StageUnits, rank_memory
 from lightning_hetero.simulator.pipelines import (
     GRADIENTS,
-    MESSAGE,
     OPTIMIZER,
     PipelineLoad,
     PipelinesTimeline,
@@ -27,6 +27,7 @@ from lightning_hetero.simulator.reductions import Reduction
 from lightning_hetero.simulator.simulated_step import (
     COMMUNICATION,
     COMPUTE,
+    MESSAGES,
     REST,
     RankSeconds,
     SimulatedStep,
@@ -34,7 +35,7 @@ from lightning_hetero.simulator.simulated_step import (
     whole_step,
 )
 
-_STREAMS = {GRADIENTS: COMMUNICATION, MESSAGE: COMMUNICATION, OPTIMIZER: REST}
+_STREAMS = {GRADIENTS: COMMUNICATION, OPTIMIZER: REST}
 
 
 def simulated_pipelines(
@@ -63,8 +64,9 @@ def simulated_pipelines(
                 _peak_bytes(plan, costs, training, index, row, load),
                 sum(load.optimizer_s[row :: len(pipeline.ranks)]),
             )
+    alone = alone_samples_per_s(cluster, costs, plan.global_batch_size)
     return whole_step(
-        plan.STRATEGY, plan.global_batch_size, cluster, ranks, timeline.step_s, _spans(plan, timeline), constants
+        plan.STRATEGY, plan.global_batch_size, alone, cluster, ranks, timeline.step_s, _spans(plan, timeline), constants
     )
 
 
@@ -124,7 +126,11 @@ def _peak_bytes(
 def _spans(plan: PipelinePlan, timeline: PipelinesTimeline) -> list[StepSpan]:
     """Those of the timeline, whose ranks are counted through the pipelines."""
     ranks = [rank for pipeline in plan.pipelines for rank in pipeline.ranks]
-    return [
+    spans = [
         StepSpan(ranks[span.rank], _STREAMS.get(span.kind, COMPUTE), span.name, span.start_s, span.end_s)
         for span in timeline.spans
+    ]
+    return spans + [
+        StepSpan(ranks[each.rank], f"{MESSAGES} to rank {ranks[each.receiver]}", each.name, each.start_s, each.end_s)
+        for each in timeline.messages
     ]

@@ -12,9 +12,11 @@ from lightning_hetero.planner.seconds import unit_timings
 from lightning_hetero.planner.training import Training
 from lightning_hetero.simulator import shard_actions
 from lightning_hetero.simulator.calibration import DeviceConstants
+from lightning_hetero.simulator.devices_alone import alone_samples_per_s
 from lightning_hetero.simulator.execution import Execution
 from lightning_hetero.simulator.shard_events import Lane, Overheads, SimulatedShardStep, simulate_shard
 from lightning_hetero.simulator.simulated_step import (
+    BETWEEN,
     COMMUNICATION,
     COMPUTE,
     REST,
@@ -28,7 +30,7 @@ from lightning_hetero.simulator.topology import Topology
 _STREAMS = {
     shard_actions.COMPUTE: COMPUTE,
     shard_actions.SHARD: COMMUNICATION,
-    shard_actions.CROSS: COMMUNICATION,
+    shard_actions.CROSS: BETWEEN,
 }
 
 
@@ -59,8 +61,9 @@ def simulated_shards(
         exposed_s = max(0.0, min(found.step_s - free.step_s, found.step_s - found.busy_s[rank]))
         peak_bytes = found.peaks[rank].size_bytes
         ranks.append(RankSeconds(plan.batch_shares[rank], busy_s, exposed_s, 0.0, peak_bytes, optimizer_s))
+    alone = alone_samples_per_s(cluster, costs, plan.global_batch_size)
     return whole_step(
-        plan.STRATEGY, plan.global_batch_size, cluster, ranks, found.step_s, _spans(plan, found), constants
+        plan.STRATEGY, plan.global_batch_size, alone, cluster, ranks, found.step_s, _spans(plan, found), constants
     )
 
 

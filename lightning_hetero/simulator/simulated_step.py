@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from lightning_hetero.cluster import Cluster, Device
 from lightning_hetero.simulator.calibration import DeviceConstants
 
-COMPUTE, COMMUNICATION, REST = "compute", "communication", "rest"
-"""streams of a rank: its units; collectives and messages; the optimizer, and what takes time beside the model"""
+COMPUTE, COMMUNICATION, BETWEEN, MESSAGES, REST = "compute", "communication", "between groups", "messages", "rest"
+"""streams of a rank: its units; collectives of its shard group, or of pipelines; collectives between shard groups; each
+"messages to rank 3" of a pipeline; the optimizer, and what takes time beside the model"""
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class StepSpan:
 
     Attributes:
         rank: the rank.
-        stream: which of its queues: compute, communication or rest.
+        stream: which of its queues; spans of one do not overlap.
         name: of what it does ("backward blocks.3", "1F0").
         start_s: when it begins, from the step's start.
         end_s: when it ends.
@@ -76,6 +77,8 @@ class SimulatedStep:
         strategy: which strategy runs such a plan.
         global_batch_size: samples of the step.
         step_s: seconds of it.
+        alone_samples_per_s: what the devices would do together if none ever waited, communicated or computed anything
+            twice, whatever the plan: the ideal of unequal devices.
         ranks: all of them, in order.
         spans: who does what when; of alike ranks only the first may have any.
         assumed: what was assumed, one text each.
@@ -85,6 +88,7 @@ class SimulatedStep:
     strategy: str
     global_batch_size: int
     step_s: float
+    alone_samples_per_s: float
     ranks: tuple[SimulatedRank, ...]
     spans: tuple[StepSpan, ...] = field(default=(), repr=False)
     assumed: tuple[str, ...] = ()
@@ -96,14 +100,9 @@ class SimulatedStep:
         return self.global_batch_size / self.step_s if self.step_s > 0 else math.inf
 
     @property
-    def busy_samples_per_s(self) -> float:
-        """What the ranks would do together if none ever waited or communicated: the ideal of unequal devices.
-
-        Each at its own rate; the ranks of a pipeline, whose samples are everybody's, by their mean.
-        """
-        if sum(rank.samples for rank in self.ranks) == self.global_batch_size:
-            return math.fsum(rank.samples / rank.busy_s for rank in self.ranks if rank.samples and rank.busy_s)
-        return self.global_batch_size / max(self.mean("busy_s"), 1e-300)
+    def share_of_alone(self) -> float:
+        """Throughput over what the devices would do together if none ever waited or communicated."""
+        return self.samples_per_s / self.alone_samples_per_s
 
     @property
     def bubble_share(self) -> float:
@@ -168,6 +167,7 @@ class RankSeconds:
 def whole_step(
     strategy: str,
     global_batch_size: int,
+    alone_samples_per_s: float,
     cluster: Cluster,
     seconds: Sequence[RankSeconds],
     backward_end_s: float,
@@ -182,6 +182,7 @@ def whole_step(
     Args:
         strategy: which strategy runs such a plan.
         global_batch_size: samples of the step.
+        alone_samples_per_s: what the devices would do together without waiting and communication.
         cluster: one device per rank.
         seconds: of each rank.
         backward_end_s: when the last backward and the last reduction have ended.
@@ -211,7 +212,9 @@ def whole_step(
     why = f"watts of {', '.join(unknown)} are not known: calibrate with runs that had RankEnergy" if unknown else ""
     if not any(rank.rest_s for rank in ranks):
         assumed = [*assumed, "the optimizer's step, input and Python take no time: calibrate with measured runs"]
-    return SimulatedStep(strategy, global_batch_size, step_s, ranks, (*spans, *after), tuple(assumed), why)
+    return SimulatedStep(
+        strategy, global_batch_size, step_s, alone_samples_per_s, ranks, (*spans, *after), tuple(assumed), why
+    )
 
 
 def _rank(rank: int, device: Device, seconds: RankSeconds, own: DeviceConstants, step_s: float) -> SimulatedRank:
