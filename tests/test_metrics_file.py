@@ -95,6 +95,22 @@ def test_a_process_that_dies_while_it_merges_doubles_nothing(tmp_path: Path) -> 
     assert not rank_path(tmp_path, 0).exists()
 
 
+def test_the_ranks_files_are_there_until_the_merged_one_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path, "a", (0.1, 0.4))
+
+    def full(old: Any, new: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lightning_hetero.metrics.os.replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        merge_rank_files(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.rank_0.jsonl", "metrics.rank_1.jsonl"]
+    (run,) = read_metrics(tmp_path)
+    assert places(run.lines) == EXPECTED
+
+
 def test_what_is_no_metrics_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(HeteroError, match=r"has no metrics.jsonl: give the folder of a run"):
         read_metrics(tmp_path)

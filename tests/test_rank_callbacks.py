@@ -21,6 +21,7 @@ from lightning_hetero.errors import HeteroError
 from lightning_hetero.metrics import read_metrics
 from tests.callback_fits import (
     BUSY_S,
+    GAP_S,
     LAYER,
     PIPE_S,
     SAMPLE,
@@ -281,7 +282,7 @@ def test_shards_of_lightnings_own(ranks: WarmRanks) -> None:
     for rank in (0, 1):
         for line in steps_of(result, rank):
             assert line["flops"] == 4 * SAMPLE  # whole layers, of which a rank holds parts
-            assert line["communication_s"] > 0
+            assert line["communication_s"] > GAP_S  # between units as well
     assert result["ranks"][1]["strategy"] == "ModelParallelStrategy"
 
 

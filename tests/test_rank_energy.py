@@ -175,4 +175,6 @@ def test_ranks_with_a_source_and_without(ranks: WarmRanks) -> None:
             assert told[f"device/{what}"] == pytest.approx(sum(values) / 2)
             assert (told[f"device/min_{what}"], told[f"device/max_{what}"]) == pytest.approx((min(values), max(values)))
             assert f"device/{what}_rank_2" not in told
+        for line in lines:  # its own samples, not those of all ranks
+            assert line["joules_per_sample"] == pytest.approx(line["joules"] / SAMPLES)
         assert [line["power_w"] for line in lines] == pytest.approx([100.0, 200.0], rel=0.05)
