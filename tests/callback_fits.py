@@ -139,11 +139,11 @@ def fit(
     **options: Any,
 ) -> dict[str, Any]:
     """Fit in the working directory; returns what was logged, said and written, and steps by another clock."""
-    kept, stamps = Kept(), Stamps()
+    kept, stamps, after = Kept(), Stamps(), Stamps()
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
-        callbacks=[stamps, *callbacks],
+        callbacks=[stamps, *callbacks, after],
         logger=kept,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -161,6 +161,7 @@ def fit(
         "lines": [] if run is None else run.lines,
         "ranks": {} if run is None else run.ranks,
         "own_step_s": own,
+        "callbacks_s": {step: after.ends[step] - end for step, end in stamps.ends.items()},
         "files": sorted(path.name for path in Path.cwd().glob("*.jsonl")),
         "summaries": getattr(trainer.strategy, "summaries", []),
         "shares": getattr(getattr(trainer.strategy, "plan", None), "batch_shares", None),

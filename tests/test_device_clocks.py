@@ -139,6 +139,7 @@ def test_spans_of_a_traced_step_are_the_devices(device: Device) -> None:
     recorder = SpanRecorder(CUDA, lambda: "0F0")
     device.work(7.0)  # of the step before
     recorder.start()
+    assert device.now_s == 57.0  # it has done that: what is profiled from here on is the step's
     recorder.begin_action()
     device.work(1.0)
     recorder.begin(0, "forward")

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_hetero.callbacks import EmulatedDevices, RankThroughput, rank_meter
+from lightning_hetero.callbacks import EmulatedDevices, RankThroughput, rank_meter, step_flops
 from lightning_hetero.callbacks.rank_meter import RankMeter
 from lightning_hetero.callbacks.run_facts import RankFacts, planned_of
-from lightning_hetero.callbacks.step_flops import samples_in, samples_run
+from lightning_hetero.callbacks.step_flops import StepWatch, samples_in, samples_run
 from lightning_hetero.callbacks.step_record import StepRecord
 from lightning_hetero.cluster import Cluster, Device
 from lightning_hetero.plan import RankPrediction, ShardPlan
@@ -168,6 +168,20 @@ def test_a_rank_of_a_pipeline_takes_its_part_of_that_pipelines_samples(monkeypat
     # of a whole sample; with the share of the samples each rank's own
     assert [flops.model for _, flops, _ in found if flops] == [8.0] * 5
     assert [own * flops.recomputed for own, flops, _ in found if flops] == [2.5, 1.5, 2.0, 0.0, 2.0]
+
+
+@pytest.mark.parametrize("pipeline", [0, -1])
+def test_a_rank_without_a_stage_computes_nothing_and_that_is_known(
+    monkeypatch: pytest.MonkeyPatch, pipeline: int
+) -> None:
+    """Elsewhere a step that calls no module is one whose FLOPs nobody knows."""
+    monkeypatch.setattr(step_flops, "pipeline_of", lambda trainer: pipeline)
+    placement = SimpleNamespace(model=torch.nn.Identity())
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(assembly=SimpleNamespace(placement=placement)))
+    watch = StepWatch(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    watch.begin(trainer)
+    known = StepFlops(0.0) if pipeline >= 0 else "training_step calls no submodule: pass flops_per_sample"
+    assert watch.count(trainer, None) == known
 
 
 def test_without_flops_the_ranks_of_a_pipeline_take_alike(monkeypatch: pytest.MonkeyPatch) -> None:
