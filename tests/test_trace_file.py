@@ -59,6 +59,16 @@ def test_planned_is_above_measured(tmp_path: Path) -> None:
     assert not any(name == "0 forward" for _, _, name, _, _ in spans)  # its action stands for it
 
 
+def test_each_row_is_its_own_ranks(tmp_path: Path) -> None:
+    """Of units, where there are no actions, and of parts."""
+    ranks = [RankTimeline("d", [("compute", 0.0, end)], [("0", "forward", 0.0, end / 2)]) for end in (1.0, 3.0)]
+    trace, _ = merged_trace(ranks, "no plan", emulated=False)
+    spans = [(e["pid"], e["tid"], e["name"], e["dur"]) for e in trace["traceEvents"] if e["ph"] == "X"]
+    for rank, end_us in enumerate((1e6, 3e6)):
+        assert (2, rank, "0 forward", end_us / 2) in spans
+        assert (3, rank, "compute", end_us) in spans
+
+
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"traceEvents": []}')
     (tmp_path / "cut.json").write_text('{"traceEv')

@@ -21,13 +21,6 @@ class Pair:
     planned: float | None
     measured: float | None
 
-    @property
-    def ratio(self) -> float | None:
-        """Measured over planned."""
-        if self.planned is None or self.measured is None or self.planned <= 0:
-            return None
-        return self.measured / self.planned
-
 
 @dataclass(frozen=True)
 class MeasuredRank:
