@@ -89,7 +89,8 @@ class Emulation:
     Attributes:
         device_s: seconds that units took the device so far, as its own clock would say: their targets, and by how much
             they were late. What the host does in units that take the device no time is not in it.
-        hidden_total_s: seconds so far by which chained units ran for longer than their host was between their marks;
+        hidden_total_s: seconds so far by which chained units ran for longer than their host was between their marks
+            (an exported model's operations have none);
             less than zero where the host was there for longer, as in units that take the device no time.
 
     Raises:
@@ -302,7 +303,8 @@ class Emulation:
     def _pace(self, name: str, phase: Phase, began_s: float, target_s: float) -> None:
         """Let ``target_s`` seconds have passed since ``began_s``, less what is overdue."""
         if self._chained:
-            self._pace_chained(self._tallies.setdefault((name, phase), PhaseTally()), began_s, target_s)
+            tally = self._tallies.setdefault((name, phase), PhaseTally())
+            self._pace_chained(tally, began_s, target_s, has_marks=name != OUTSIDE)
             return
         done_s = time.perf_counter()
         overrun_s = done_s - began_s - target_s
@@ -324,7 +326,7 @@ class Emulation:
         self.device_s += target_s
         tally.add(target_s, time.perf_counter() - began_s)
 
-    def _pace_chained(self, tally: PhaseTally, began_s: float, target_s: float) -> None:
+    def _pace_chained(self, tally: PhaseTally, began_s: float, target_s: float, *, has_marks: bool) -> None:
         """Let a unit end ``target_s`` seconds after the end of the one before in its chain."""
         start_s = began_s if self._chain_s is None else min(self._chain_s, began_s)
         deadline_s = start_s + target_s
@@ -339,7 +341,7 @@ class Emulation:
             self._chain_s = None
         ended_s = time.perf_counter()
         self.device_s += device_s
-        self.hidden_total_s += device_s - (ended_s - began_s)
+        self.hidden_total_s += device_s - (ended_s - began_s if has_marks else 0.0)
         tally.add(target_s, ended_s - start_s)
 
     def _end_step(self) -> None:

@@ -353,6 +353,8 @@ def test_slowdowns() -> None:
     unplanned = [[[1, 0.2, nan, 8]], [[1, 0.2, nan, 4]]]
     assert [rank[0] for rank in window_slowdowns(unplanned)] == [1.0, 2.0]
     assert window_slowdowns([[[1, 0.0, nan, 0]]]) == [[1.0]]
+    # the one is faster than planned, the other as planned
+    assert window_slowdowns([[[1, 0.06, 0.1, 5]], [[1, 0.2, 0.2, 5]]]) == [[1.0], [1.0]]
 
 
 def test_figures_of_the_benchmark() -> None:

@@ -315,7 +315,7 @@ class RankMeter:
         else:
             self.flops = found
         if pipeline_of(trainer) >= 0:
-            self._share_samples(trainer, given)
+            self._share_samples(trainer, given, has_samples=record.samples > 0)
         record.samples *= self.share
         values = {"step": trainer.global_step, "share_of_a_sample": self.share, "no_flops": self.no_flops}
         if self.flops is not None:
@@ -323,19 +323,22 @@ class RankMeter:
         self.write("model", values)
         self.timeline.enter(REST)
 
-    def _share_samples(self, trainer: pl.Trainer, given: float | None) -> None:
-        """Find what a rank of a pipeline computes of each sample: by FLOPs, or alike where they are not known."""
+    def _share_samples(self, trainer: pl.Trainer, given: float | None, *, has_samples: bool) -> None:
+        """Find what a rank of a pipeline computes of each sample: by FLOPs, or alike where they are not known.
+
+        A rank without a stage has no samples, and goes along with the first pipeline.
+        """
         own = self.flops
         pipeline = float(pipeline_of(trainer))
         known = own is not None and given is None
-        rows = gather_once(trainer, [pipeline, own.model if own is not None and known else None])
+        rows = gather_once(trainer, [pipeline, own.model if own is not None and known else None, float(has_samples)])
         models = [row[1] for row in rows if row[0] == pipeline]
         total = sum(models)  # not a number where one could not count
         if own is not None and known and total > 0:
             self.share = own.model / total
             self.flops = StepFlops(total, own.recomputed / self.share if self.share else 0.0)
             return
-        self.share = 1.0 / len(models)
+        self.share = has_samples / max(1.0, sum(row[2] for row in rows if row[0] == pipeline))
         if given is None:
             self.flops = None
             self.no_flops = self.no_flops or "another rank of the pipeline could not count its own"

@@ -58,7 +58,7 @@ class StepWatch:
         if self._skeleton is None:
             return "the module has no parameters"
         if not recorder.calls:
-            return _nothing_called(trainer)
+            return _nothing_called(trainer, has_samples=samples_in(trainer, batch) > 0)
         try:
             return recorder.step_flops(self._skeleton).per(max(1, samples_run(trainer, batch)))
         except HeteroError as error:
@@ -92,9 +92,11 @@ def samples_run(trainer: pl.Trainer, batch: Any) -> int:
     return batch_size_of(batch)
 
 
-def _nothing_called(trainer: pl.Trainer) -> StepFlops | str:
-    if pipeline_of(trainer) >= 0:
+def _nothing_called(trainer: pl.Trainer, *, has_samples: bool) -> StepFlops | str:
+    if pipeline_of(trainer) >= 0 and not has_samples:
         return StepFlops(0.0)  # a rank without a stage
+    if pipeline_of(trainer) >= 0:
+        return "its stages call no module of the model, which was exported: pass flops_per_sample"
     return "training_step calls no submodule: pass flops_per_sample"
 
 

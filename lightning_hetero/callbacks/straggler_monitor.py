@@ -61,8 +61,9 @@ class StragglerMonitor(RankCallback):
 
     Every ``window`` steps the ranks compare the compute of these steps (one small collective): with what the plan
     expects of each, or without a plan with what as many samples take the median rank. What slows all ranks alike names
-    nobody, and a rank that only waits for another one is not named, since waiting is no compute. A rank is named when
-    the median of its window is over the threshold, and again when that has changed.
+    nobody, and a rank that only waits for another one is not named, since waiting is no compute, nor is one that keeps to
+    the plan while another is faster than planned. A rank is named when the median of its window is over the threshold,
+    and again when that has changed.
 
     Logged are, as with the other callbacks, ``device/slowdown`` and its forms, and ``stragglers``, how many there are.
 
@@ -209,7 +210,8 @@ def window_slowdowns(rows: Rows) -> list[list[float]]:
         rows: by rank and step: the step, seconds of compute, seconds expected (NaN without a plan), samples.
 
     Returns:
-        By rank and step; 1 where a rank has nothing to do.
+        By rank and step; 1 where a rank has nothing to do, and no more where it takes no longer than planned: that
+        another one is faster than planned is none of its faults.
     """
     slowdowns: list[list[float]] = [[] for _ in rows]
     for at in range(len(rows[0])):
@@ -221,6 +223,8 @@ def window_slowdowns(rows: Rows) -> list[list[float]]:
         there = [ratio for ratio in ratios if ratio > 0]
         # of two ranks the faster one: the slower one is what is looked for
         usual = statistics.median_low(there) if there else 1.0
-        for rank, ratio in enumerate(ratios):
-            slowdowns[rank].append(ratio / usual if ratio > 0 else 1.0)
+        for rank, (step, ratio) in enumerate(zip(steps, ratios, strict=True)):
+            slowdown = ratio / usual if ratio > 0 else 1.0
+            keeps_to_plan = not unplanned and step[_COMPUTE] <= step[_EXPECTED]
+            slowdowns[rank].append(min(slowdown, 1.0) if keeps_to_plan else slowdown)
     return slowdowns

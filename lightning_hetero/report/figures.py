@@ -19,7 +19,7 @@ RUN_FIGURES: tuple[tuple[str, Callable[[Run], Figure], str], ...] = (
     ("planned", planned_figure, "What the plan expects of every rank, and what it measured."),
     ("timeline", timeline_figure, "A step: on top as planned, below as measured; numbers are micro-batches."),
     ("parts", parts_figure, "Where the time of a mean step goes; the black line is the compute that was planned."),
-    ("rates", rates_figure, "Throughput and memory of every rank; dashed what it would do if it never waited."),
+    ("rates", rates_figure, "Throughput and memory of every rank; dashed what it would do if it only computed."),
 )
 """of one run: name of the file, what draws it, caption"""
 

@@ -36,7 +36,7 @@ class MeasuredRank:
         parts_s: seconds of each part; they sum to the step.
         samples: of a step.
         samples_per_s: its samples over its seconds.
-        own_samples_per_s: over the seconds in which it computed: what it could do if it never waited.
+        own_samples_per_s: over the seconds in which it computed: what it could do if it did nothing else.
         tflops_per_s: 10^12 FLOP/s of the model.
         mfu: of the dense peak.
         power_w: watts.

@@ -64,7 +64,7 @@ def rates_figure(run: Run) -> Figure:
         color="none",
         edgecolor=PLANNED,
         linestyle="--",
-        label="if it never waited",
+        label="if it only computed",
     )
     _bars(axes, ranks, rates, "throughput", "samples/s", label="measured")
     flops = [each.tflops_per_s for each in ranks]
