@@ -70,6 +70,25 @@ def test_the_constants_of_a_world_are_found_again(files, capsys, noise, within):
         assert text in shown
 
 
+def test_one_stalled_step_changes_nothing(files):
+    """A mean over three compared steps would be four times too long."""
+    world = World()
+    runs = [
+        write_run(files / f"run-{index}", world, cluster(), model, sharding, 2, seed=index, stalled=3)
+        for index, (model, sharding) in enumerate(RUNS)
+    ]
+    assert calibrate(files, runs) == 0
+    calibration = found(files)
+    for kind, scale in zip(("fast", "slow"), world.compute, strict=True):
+        own = calibration.devices[kind]
+        assert own.compute_scale == pytest.approx(scale, rel=1e-3)
+        assert own.fixed_s == pytest.approx(world.fixed_s, rel=1e-3)
+        assert own.optimizer_s_per_parameter == pytest.approx(world.optimizer_s_per_parameter, rel=1e-3)
+    for name, link in (("within_node", world.within), ("between_nodes", world.between)):
+        assert calibration.links[name].bandwidth_bytes_per_s == pytest.approx(link.bandwidth_bytes_per_s, rel=1e-3)
+    assert max(abs(run.error) for run in calibration.runs) < 1e-3
+
+
 def test_they_explain_a_run_that_they_were_not_fitted_to(files):
     """Another model on four nodes, with groups of another size."""
     world = World()

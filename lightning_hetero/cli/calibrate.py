@@ -15,10 +15,10 @@ from lightning_hetero.errors import HeteroError, raise_all
 from lightning_hetero.planner.training import Training
 from lightning_hetero.report.calibration_table import calibration_tables
 from lightning_hetero.report.console import console, progress_bar
-from lightning_hetero.report.measured_rank import MeasuredRank, measured_ranks
 from lightning_hetero.report.run import Run, read_runs
+from lightning_hetero.report.run_medians import median_measurement, median_step_s
 from lightning_hetero.simulator.fitting import fit_constants
-from lightning_hetero.simulator.measured_run import MeasuredRun, RankMeasurement
+from lightning_hetero.simulator.measured_run import MeasuredRun
 
 DESCRIPTION = """\
 Fit constants to a few measured steps: of each type of device a scale of its compute seconds, the optimizer's seconds
@@ -123,27 +123,15 @@ def _measured(
     if each.emulated != cluster.emulate:
         kinds = ("emulated", "real") if each.emulated else ("real", "emulated")
         raise HeteroError(f"its devices are {kinds[0]}, those of cluster {cluster.name!r} {kinds[1]}: give its cluster")
-    ranks = measured_ranks(each)
     return MeasuredRun(
         each.name,
         plan,
         cluster,
         _costs(None if plan.model is None else plan.model.parameters, costs),
         Training(plan.global_batch_size, precision, optimizer),
-        max(rank.step_s.measured or 0.0 for rank in ranks),
+        median_step_s(each),
         len(each.compared),
-        tuple(map(_rank, ranks)),
-    )
-
-
-def _rank(rank: MeasuredRank) -> RankMeasurement:
-    parts = rank.parts_s
-    return RankMeasurement(
-        rank.busy_s.measured or 0.0,
-        parts["optimizer"],
-        parts["input"] + parts["rest"],
-        parts.get("communication"),
-        rank.power_w,
+        tuple(median_measurement(each, rank) for rank in each.ranks),
     )
 
 

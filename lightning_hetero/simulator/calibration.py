@@ -73,7 +73,7 @@ class RunError:
 
     Args:
         run: its name.
-        measured_step_s: seconds of its mean step.
+        measured_step_s: seconds of its median step.
         predicted_step_s: seconds of the step that is simulated with the constants.
         uncalibrated_step_s: the same without them, from costs and cluster as they were.
     """
