@@ -14,7 +14,7 @@ from lightning_hetero.planner.training import Training
 from lightning_hetero.simulator.calibration import Calibration, DeviceConstants
 from lightning_hetero.simulator.simulate import simulate
 from tests import cli_runs
-from tests.calibration_runs import WITHIN, World, cluster, costs, plan_of, write_run
+from tests.calibration_runs import GUESSED, WITHIN, World, cluster, costs, plan_of, write_run
 from tests.report_runs import pipeline_plan
 from tests.report_runs import write_run as write_any_run
 
@@ -102,19 +102,24 @@ def test_they_explain_a_run_that_they_were_not_fitted_to(files):
     assert steps[1].step_s == pytest.approx(steps[0].step_s, rel=5e-3)
 
 
-def test_one_message_size_does_not_tell_latency_from_bandwidth(files, capsys):
+def test_one_message_size_tells_one_constant_of_a_link(files):
+    """Latency, with the bandwidth as given; or the bandwidth where no latency explains the runs as well."""
     one_node = cluster(nodes=1)
     run = write_run(files / "run", World(), one_node, SMALL, "FULL_SHARD", 2)
     again = write_run(files / "again", World(), one_node, SMALL, "FULL_SHARD", 1)
     for runs, count in (([run], "1 run"), ([run, again], "2 runs")):
         assert calibrate(files, runs) == 0
-        assert f"refused: links.within_node: bandwidth and latency cannot be told apart by {count}" in (
-            capsys.readouterr().out
+        calibration = found(files)
+        assert calibration.links["within_node"].bandwidth_bytes_per_s == pytest.approx(GUESSED.bandwidth_bytes_per_s)
+        assert calibration.links["within_node"].latency_s > World().within.latency_s  # it stands for both
+        assert max(abs(each.error) for each in calibration.runs) < 0.01
+        assert min(abs(each.uncalibrated_step_s / each.measured_step_s - 1) for each in calibration.runs) > 0.1
+        assert "only its latency, with bandwidth as the cluster file gives it (10 GB/s)" in (
+            calibration.sources["links.within_node"]
         )
-        assert found(files).links == {}
-        refused = " ".join(found(files).refused)
+        refused = " ".join(calibration.refused)
         for text in (
-            f"links.within_node: bandwidth and latency cannot be told apart by {count}",
+            f"links.within_node.bandwidth: bandwidth and latency cannot be told apart by {count}",
             "a run with shard groups of another size, or of a model whose blocks have another size, would tell",
             "discover measures both",
             "a fixed part of the optimizer's step cannot be told",
@@ -126,11 +131,42 @@ def test_one_message_size_does_not_tell_latency_from_bandwidth(files, capsys):
     assert found(files).links["within_node"].latency_s == pytest.approx(World().within.latency_s, rel=1e-2)
 
 
-def test_two_links_that_are_always_used_together_are_not_told_apart(files):
+def test_a_bandwidth_is_fitted_where_the_given_one_is_too_slow_for_any_latency(files):
+    one_node = cluster(nodes=1, link=Link(1e8, 1e-5))
+    one_node.to_yaml(files / "slow.yaml")
+    run = write_run(files / "run", World(), one_node, LARGE, "FULL_SHARD", 2)
+    assert calibrate(files, [run], where="slow.yaml") == 0
+    calibration = found(files)
+    assert calibration.links["within_node"].latency_s == pytest.approx(1e-5)
+    assert calibration.links["within_node"].bandwidth_bytes_per_s == pytest.approx(4e9, rel=0.2)
+    assert abs(calibration.runs[0].error) < 0.01
+    assert any(text.startswith("links.within_node.latency: ") for text in calibration.refused)
+
+
+def test_of_two_links_that_are_always_used_together_the_one_between_nodes_is_fitted(files):
     assert calibrate(files, several(files, World(), [(LARGE, "FULL_SHARD")])) == 0
-    assert found(files).links == {}
-    assert any("links.between_nodes" in text for text in found(files).refused)
-    assert any("links.within_node" in text for text in found(files).refused)
+    calibration = found(files)
+    assert list(calibration.links) == ["between_nodes"]
+    assert abs(calibration.runs[0].error) < 0.01
+    assert any(text.startswith("links.between_nodes.bandwidth: ") for text in calibration.refused)
+    assert any(text.startswith("links.within_node: ") for text in calibration.refused)
+
+
+def test_groups_of_two_sizes_on_two_nodes_tell_something_of_each_link(files):
+    """Two message sizes and four constants: a group of all four ranks, and one in each node."""
+    where = cluster(nodes=2, per_node=2)
+    where.to_yaml(files / "four.yaml")
+    world = World(within=Link(10e9, 6e-3), between=Link(10e9, 9e-3), noise=0.02)
+    runs = [
+        write_run(files / f"{sharding}-{samples}", world, where, SMALL, sharding, samples, seed=samples)
+        for sharding in ("FULL_SHARD", "HYBRID_2")
+        for samples in (4, 8)
+    ]
+    assert calibrate(files, runs, where="four.yaml") == 0
+    calibration = found(files)
+    assert set(calibration.links) == {"within_node", "between_nodes"}
+    assert calibration.mean_error < 0.05
+    assert min(abs(each.uncalibrated_step_s / each.measured_step_s - 1) for each in calibration.runs) > 0.5
 
 
 def test_hidden_communication_says_nothing_of_links(files):
@@ -167,7 +203,7 @@ def test_pipelines_tell_of_devices_and_not_of_links(files):
                 "step",
                 {"step": index, "samples": 8.0, **each, "compute_s": 1.5 * own.busy_s, "step_s": 1.5 * step.step_s},
             )
-            for index in range(1, 4)
+            for index in range(1, 5)
         ]
         for rank, own in enumerate(step.ranks)
     }

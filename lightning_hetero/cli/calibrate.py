@@ -20,6 +20,9 @@ from lightning_hetero.report.run_medians import median_measurement, median_step_
 from lightning_hetero.simulator.fitting import fit_constants
 from lightning_hetero.simulator.measured_run import MeasuredRun
 
+LEAST_STEPS = 3
+"""steps that a run must have for its medians to mean something"""
+
 DESCRIPTION = """\
 Fit constants to a few measured steps: of each type of device a scale of its compute seconds, the optimizer's seconds
 per parameter, the fixed seconds of a step, watts; of each link bandwidth and latency. Never a correction per case: what
@@ -76,6 +79,8 @@ def run(options: argparse.Namespace) -> int:
         calibration = fit_constants(measured)
         progress(len(read) + 1, len(read) + 1, "done")
     screen = console()
+    if calibration.warning:
+        screen.print(f"mind: {calibration.warning}", markup=False, soft_wrap=True, style="bold")
     for table in calibration_tables(calibration):
         table.show(screen)
     if options.out:
@@ -99,7 +104,7 @@ def measured_runs(
     Raises:
         HeteroError: listing every run that cannot be used, and why.
     """
-    found, problems = [], []
+    found, problems = [], _repeated(runs)
     for each in runs:
         try:
             found.append(_measured(each, clusters, costs, precision, optimizer))
@@ -107,6 +112,19 @@ def measured_runs(
             problems.append(f"{each.path}: {error}")
     raise_all(HeteroError, "these runs cannot be calibrated with", problems)
     return found
+
+
+def _repeated(runs: Sequence[Run]) -> list[str]:
+    """Which runs are given twice, or are copies, as texts."""
+    problems = []
+    for place, each in enumerate(runs):
+        first = next(index for index, other in enumerate(runs) if other.metrics.steps == each.metrics.steps)
+        if first < place:
+            problems.append(
+                f"{each.path}: run {place + 1} of the command is run {first + 1} once more ({runs[first].path}): it "
+                "would count twice; give each once"
+            )
+    return problems
 
 
 def _measured(
@@ -117,6 +135,11 @@ def _measured(
         raise HeteroError(f"{each.no_plan}: give a run of hetero_fsdp or hetero_pipe")
     if each.missing_ranks:
         raise HeteroError(f"the lines of ranks {each.missing_ranks} are not here: bring their files into its folder")
+    if len(each.compared) < LEAST_STEPS:
+        count = f"{len(each.compared)} step{'s' if len(each.compared) > 1 else ''} that can be compared"
+        raise HeteroError(
+            f"it has {count} (full ones after the first, under one plan), medians need {LEAST_STEPS}: train it longer"
+        )
     if any((line.get("batches") or 1) != 1 for rank in each.ranks for line in each.lines_compared(rank)):
         raise HeteroError("its steps are several batches, a plan's are one: give a run without accumulate_grad_batches")
     cluster = _cluster(plan.device_types, clusters)

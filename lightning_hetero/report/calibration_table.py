@@ -52,9 +52,9 @@ def _errors(calibration: Calibration, emulated: str) -> ReportTable:
     ]
     notes = []
     if calibration.runs:
-        mean = sum(abs(run.error) for run in calibration.runs) / len(calibration.runs)
-        notes.append(
-            f"mean error {100 * mean:.1f} %, of the runs that the constants were fitted to: other runs are the test"
-        )
+        mean = f"mean error {100 * calibration.mean_error:.1f} %"
+        notes.append(f"{mean}, of the runs that the constants were fitted to: other runs are the test")
+    if calibration.warning:
+        notes.append(f"MIND: {calibration.warning}")
     columns = ("run", "step\nmeasured", "step\nsimulated", "error", "as costs\nand cluster", "error of that")
     return ReportTable(f"How well they explain each run{emulated}", columns, tuple(rows), tuple(notes))

@@ -118,11 +118,17 @@ def _optimizer(kind: str, samples: Sequence[Sample], found: Fit, where: str) -> 
             f"{sizes.mean():.3g} parameters: a run with shard groups, or stages, of another size would tell"
         )
         return through_zero, 0.0
-    found.sources[place] = f"optimizer_s of {where}, of {sizes.min():.3g} to {sizes.max():.3g} parameters"
+    spread = f"{sizes.min():.3g} to {sizes.max():.3g} parameters"
     slope, fixed_s = np.linalg.lstsq(np.stack([sizes / seconds, 1 / seconds], axis=1), np.ones_like(seconds))[0]
     # Noise may turn the line over; neither part can be negative.
     if slope <= 0:
+        found.refused.append(
+            f"devices.{kind}.{place}: could not be told: optimizer_s does not grow from {spread} "
+            f"({format_seconds(seconds.min())} to {format_seconds(seconds.max())}), and counts as fixed seconds; runs "
+            "of a larger model, or of more steps, would tell"
+        )
         return 0.0, float(np.median(seconds))
+    found.sources[place] = f"optimizer_s of {where}, of {spread}"
     return (float(slope), float(fixed_s)) if fixed_s > 0 else (through_zero, 0.0)
 
 
