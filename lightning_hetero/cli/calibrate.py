@@ -13,7 +13,7 @@ from lightning_hetero.cluster.resized import with_nodes
 from lightning_hetero.costs import ModelCosts
 from lightning_hetero.errors import HeteroError, raise_all
 from lightning_hetero.planner.training import Training
-from lightning_hetero.report.calibration_table import calibration_tables
+from lightning_hetero.report.calibration_table import calibration_tables, table_width
 from lightning_hetero.report.console import console, progress_bar
 from lightning_hetero.report.run import Run, read_runs
 from lightning_hetero.report.run_medians import median_measurement, median_step_s
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
     screen = console()
     if calibration.warning:
         screen.print(f"mind: {calibration.warning}", markup=False, soft_wrap=True, style="bold")
-    for table in calibration_tables(calibration):
+    for table in calibration_tables(calibration, table_width()):
         table.show(screen)
     if options.out:
         calibration.save(options.out)

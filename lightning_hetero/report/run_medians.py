@@ -12,7 +12,7 @@ from lightning_hetero.simulator.measured_run import RankMeasurement
 
 def median_step_s(run: Run) -> float:
     """Seconds of a run's median step, of the rank whose median is longest."""
-    return max(median(line["step_s"] for line in run.lines_compared(rank)) for rank in run.ranks)
+    return max(median(float(line["step_s"]) for line in run.lines_compared(rank)) for rank in run.ranks)
 
 
 def median_measurement(run: Run, rank: int) -> RankMeasurement:
@@ -44,8 +44,6 @@ def _median(lines: Sequence[Line], name: str) -> float | None:
 
 def _power_w(lines: Sequence[Line]) -> float | None:
     watts = [
-        line["joules"] / line["energy_s"]
-        for line in lines
-        if line.get("joules") is not None and line.get("energy_s")
+        line["joules"] / line["energy_s"] for line in lines if line.get("joules") is not None and line.get("energy_s")
     ]
     return median(watts) if watts and len(watts) == len(lines) else None

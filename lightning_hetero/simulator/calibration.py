@@ -307,11 +307,12 @@ def _run_data(run: RunError) -> dict[str, Any]:
 def _read_run(record: Record, value: object, place: str) -> RunError:
     keys = ("measured_step_s", "predicted_step_s", "uncalibrated_step_s")
     entry = record.mapping(value, place, ("run", *keys), ("error", "parts_s")) or {}
-    parts = {}
+    parts: dict[str, tuple[float, float]] = {}
     for name, item in _entries(record, entry, "parts_s"):
         inside = f"{place}.parts_s.{name}"
         own = record.mapping(item, inside, ("measured", "predicted")) or {}
         measured_s, predicted_s = (record.take(own, key, inside, number(0), 0.0) for key in ("measured", "predicted"))
         parts[name] = (measured_s, predicted_s)
     name = record.take(entry, "run", place, text, "")
-    return RunError(name, *(record.take(entry, key, place, number(0), 0.0) for key in keys), parts_s=parts)
+    measured_s, predicted_s, plain_s = (record.take(entry, key, place, number(0), 0.0) for key in keys)
+    return RunError(name, measured_s, predicted_s, plain_s, parts)

@@ -51,9 +51,7 @@ def run_error(run: MeasuredRun, calibration: Calibration) -> RunError:
     plain = simulate(run.plan, run.cluster, run.costs, run.training)
     cluster, costs = calibration.applied(run.cluster, run.costs)
     step = simulate(run.plan, cluster, costs, run.training, constants=calibration.devices)
-    return RunError(
-        run.name, run.step_s, step.step_s, plain.step_s, _parts_s(run, step, cluster, costs)
-    )
+    return RunError(run.name, run.step_s, step.step_s, plain.step_s, _parts_s(run, step, cluster, costs))
 
 
 def _parts_s(

@@ -44,6 +44,9 @@ SURE = 3.0
 """a constant is told where moving it by a factor e explains the runs worse by as many times the noise, whatever the
 others do: where noise is 1 %, it is known within a third then"""
 
+ALIKE = 1.1
+"""choices whose errors differ by this factor or less explain the runs alike"""
+
 NOTICED = 0.02
 """seconds of communication below this share of the step are noise"""
 
@@ -107,7 +110,7 @@ def fit_links(runs: Sequence[MeasuredRun], calibration: Calibration) -> LinkFit:
     untold = [constant for constant in free if not told.issuperset(_of(free, constant[0]))]
     alone = dict(fit.solve_one_each(untold, [constant for constant in free if constant not in untold]))
     count = f"{len(usable)} run{'s' if len(usable) > 1 else ''}"
-    by = f"exposed communication of {count} ({', '.join(run.name for run in usable[:4])})"
+    by = f"exposed communication of {count}"
     for name in names:
         if name in alone:
             held = _NAMES[1 - alone[name]]
@@ -209,12 +212,12 @@ class _Fit:
                 found.append((self.error(), self.values[name, 0], self.values[name, 1]))
         _, self.values[name, 0], self.values[name, 1] = min(found)
 
-    def solve(self, free: Sequence[Constant]) -> None:
+    def solve(self, free: Sequence[Constant], rounds: int = _ROUNDS) -> None:
         """Move the free constants to the least error."""
         if not free:
             return
         damping, error = 1e-2, self.error()
-        for _ in range(_ROUNDS):
+        for _ in range(rounds):
             jacobian = self.derivatives(free)
             residual = self.measured / self.scale - self.predicted()
             normal = jacobian.T @ jacobian
@@ -253,14 +256,18 @@ class _Fit:
                 for constants in product(*(_of(untold, name) for name in chosen)):
                     self.values = dict(start)
                     if self._solve_alone(constants, names, told):
-                        left = round(float(np.sqrt(self.error() / len(self.runs))) / NOISE)
-                        order = [-self.names.index(name) for name in chosen]
-                        found.append((left, -sum(which for _, which in constants), order, constants, self.values))
+                        left = float(np.sqrt(self.error() / len(self.runs)))
+                        found.append((left, constants, self.values))
             if found:
-                *_, constants, self.values = min(found, key=lambda each: each[:3])
+                least = min(left for left, _, _ in found)
+                alike = [each[1:] for each in found if each[0] <= ALIKE * least + NOISE]
+                constants, self.values = max(alike, key=lambda each: self._preference(each[0]))
                 return constants
         self.values = start
         return ()
+
+    def _preference(self, constants: Sequence[Constant]) -> tuple[int, list[int]]:
+        return sum(which for _, which in constants), [self.names.index(name) for name, _ in constants]
 
     def _solve_alone(self, constants: Sequence[Constant], names: Sequence[str], told: Sequence[Constant]) -> bool:
         """Solve for these with the rest of links as given; whether the runs tell them."""
@@ -274,8 +281,9 @@ class _Fit:
                     errors.append(self.error())
                 self.values[constant] = places[int(np.argmin(errors))]
         free = [*told, *constants]
-        self.solve(free)
-        return self.told(free).issuperset(constants)
+        self.solve(free, _ROUNDS // 4)  # the grid is near
+        # What such a fit leaves is the other constant's, not noise: it must not keep what is known from being told.
+        return self.told(free, NOISE).issuperset(constants)
 
     def given(self, name: str, which: int) -> str:
         """What the cluster file says, in words."""
@@ -318,11 +326,11 @@ class _Fit:
         """Of one run, from what the best fit leaves unexplained."""
         return max(NOISE, float(np.sqrt(error / max(1, len(self.runs) - len(free)))))
 
-    def told(self, free: Sequence[Constant]) -> set[Constant]:
-        """Those whose part none of the others can play."""
+    def told(self, free: Sequence[Constant], noise: float | None = None) -> set[Constant]:
+        """Those whose part none of the others can play, with noise as the fit leaves it or as given."""
         if not free:
             return set()
-        columns, least = self.derivatives(free), SURE * self._noise(self.error(), free)
+        columns, least = self.derivatives(free), SURE * (noise or self._noise(self.error(), free))
         return {constant for index, constant in enumerate(free) if _own(columns, index) >= least}
 
     def problem(self, name: str, own: Sequence[Constant], told: set[Constant]) -> str:
