@@ -79,8 +79,12 @@ def write_run(
     seed: int = 0,
     without: Sequence[str] = (),
     truth: Calibration | None = None,
+    stalled: int | None = None,
 ) -> Path:
-    """Write the metrics of a run whose steps are those of the world, or of ``truth``, with noise on each number."""
+    """Write the metrics of a run whose steps are those of the world, or of ``truth``, with noise on each number.
+
+    In step ``stalled`` everything takes ten times as long.
+    """
     training = Training(samples * where.world_size)
     plan = layout_plan(where, model, training, sharding)
     truth = truth or world.constants()
@@ -95,7 +99,8 @@ def write_run(
         if rank == 0:
             file.write("whole_plan", {"step": 0, "plan": plan.to_dict(), "pipelines": None})
         for index in range(1, steps + 1):
-            draw = lambda: float(1 + world.noise * random.standard_normal())  # noqa: E731
+            stall = 10.0 if index == stalled else 1.0
+            draw = lambda: stall * float(1 + world.noise * random.standard_normal())  # noqa: E731, B023
             optimizer_s = own.rest_s - world.fixed_s
             parts = {"compute_s": own.busy_s * draw(), "optimizer_s": optimizer_s * draw()}
             parts |= {"input_s": 0.25 * world.fixed_s * draw(), "rest_s": 0.75 * world.fixed_s * draw()}

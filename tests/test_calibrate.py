@@ -1,6 +1,8 @@
 """Constants are found again in runs of a world that has them, and refused where runs cannot tell them."""
 
+import json
 from dataclasses import replace
+from shutil import copytree
 
 import pytest
 
@@ -8,13 +10,13 @@ from lightning_hetero.cli import main
 from lightning_hetero.cluster import Cluster, Fabric, Link
 from lightning_hetero.costs import ModelCosts
 from lightning_hetero.errors import HeteroError
-from lightning_hetero.plan import PipelinePlan
+from lightning_hetero.plan import PipelinePlan, ShardPlan
 from lightning_hetero.planner.pipeline import plan_pipeline
 from lightning_hetero.planner.training import Training
 from lightning_hetero.simulator.calibration import Calibration, DeviceConstants
 from lightning_hetero.simulator.simulate import simulate
 from tests import cli_runs
-from tests.calibration_runs import WITHIN, World, cluster, costs, plan_of, write_run
+from tests.calibration_runs import GUESSED, WITHIN, World, cluster, costs, plan_of, write_run
 from tests.report_runs import pipeline_plan
 from tests.report_runs import write_run as write_any_run
 
@@ -70,6 +72,25 @@ def test_the_constants_of_a_world_are_found_again(files, capsys, noise, within):
         assert text in shown
 
 
+def test_one_stalled_step_changes_nothing(files):
+    """A mean over three compared steps would be four times too long."""
+    world = World()
+    runs = [
+        write_run(files / f"run-{index}", world, cluster(), model, sharding, 2, seed=index, stalled=3)
+        for index, (model, sharding) in enumerate(RUNS)
+    ]
+    assert calibrate(files, runs) == 0
+    calibration = found(files)
+    for kind, scale in zip(("fast", "slow"), world.compute, strict=True):
+        own = calibration.devices[kind]
+        assert own.compute_scale == pytest.approx(scale, rel=1e-3)
+        assert own.fixed_s == pytest.approx(world.fixed_s, rel=1e-3)
+        assert own.optimizer_s_per_parameter == pytest.approx(world.optimizer_s_per_parameter, rel=1e-3)
+    for name, link in (("within_node", world.within), ("between_nodes", world.between)):
+        assert calibration.links[name].bandwidth_bytes_per_s == pytest.approx(link.bandwidth_bytes_per_s, rel=1e-3)
+    assert max(abs(run.error) for run in calibration.runs) < 1e-3
+
+
 def test_they_explain_a_run_that_they_were_not_fitted_to(files):
     """Another model on four nodes, with groups of another size."""
     world = World()
@@ -83,19 +104,25 @@ def test_they_explain_a_run_that_they_were_not_fitted_to(files):
     assert steps[1].step_s == pytest.approx(steps[0].step_s, rel=5e-3)
 
 
-def test_one_message_size_does_not_tell_latency_from_bandwidth(files, capsys):
+def test_one_message_size_tells_one_constant_of_a_link(files):
+    """Latency, with the bandwidth as given; or the bandwidth where no latency explains the runs as well."""
     one_node = cluster(nodes=1)
     run = write_run(files / "run", World(), one_node, SMALL, "FULL_SHARD", 2)
     again = write_run(files / "again", World(), one_node, SMALL, "FULL_SHARD", 1)
     for runs, count in (([run], "1 run"), ([run, again], "2 runs")):
         assert calibrate(files, runs) == 0
-        assert f"refused: links.within_node: bandwidth and latency cannot be told apart by {count}" in (
-            capsys.readouterr().out
+        calibration = found(files)
+        assert calibration.links["within_node"].bandwidth_bytes_per_s == pytest.approx(GUESSED.bandwidth_bytes_per_s)
+        assert calibration.links["within_node"].latency_s > World().within.latency_s  # it stands for both
+        assert max(abs(each.error) for each in calibration.runs) < 0.01
+        assert min(abs(each.uncalibrated_step_s / each.measured_step_s - 1) for each in calibration.runs) > 0.1
+        assert (
+            "only its latency, with bandwidth as the cluster file gives it (10 GB/s)"
+            in (calibration.sources["links.within_node"])
         )
-        assert found(files).links == {}
-        refused = " ".join(found(files).refused)
+        refused = " ".join(calibration.refused)
         for text in (
-            f"links.within_node: bandwidth and latency cannot be told apart by {count}",
+            f"links.within_node.bandwidth: bandwidth and latency cannot be told apart by {count}",
             "a run with shard groups of another size, or of a model whose blocks have another size, would tell",
             "discover measures both",
             "a fixed part of the optimizer's step cannot be told",
@@ -107,11 +134,43 @@ def test_one_message_size_does_not_tell_latency_from_bandwidth(files, capsys):
     assert found(files).links["within_node"].latency_s == pytest.approx(World().within.latency_s, rel=1e-2)
 
 
-def test_two_links_that_are_always_used_together_are_not_told_apart(files):
+def test_a_bandwidth_is_fitted_where_the_given_one_is_too_slow_for_any_latency(files):
+    one_node = cluster(nodes=1, link=Link(1e8, 1e-5))
+    one_node.to_yaml(files / "slow.yaml")
+    run = write_run(files / "run", World(), one_node, LARGE, "FULL_SHARD", 2)
+    assert calibrate(files, [run], where="slow.yaml") == 0
+    calibration = found(files)
+    assert calibration.links["within_node"].latency_s == pytest.approx(1e-5)
+    assert calibration.links["within_node"].bandwidth_bytes_per_s == pytest.approx(4e9, rel=0.2)
+    assert abs(calibration.runs[0].error) < 0.01
+    assert any(text.startswith("links.within_node.latency: ") for text in calibration.refused)
+
+
+def test_of_two_links_that_are_always_used_together_the_one_between_nodes_is_fitted(files):
     assert calibrate(files, several(files, World(), [(LARGE, "FULL_SHARD")])) == 0
-    assert found(files).links == {}
-    assert any("links.between_nodes" in text for text in found(files).refused)
-    assert any("links.within_node" in text for text in found(files).refused)
+    calibration = found(files)
+    assert list(calibration.links) == ["between_nodes"]
+    assert abs(calibration.runs[0].error) < 0.01
+    assert any(text.startswith("links.between_nodes.bandwidth: ") for text in calibration.refused)
+    assert any(text.startswith("links.within_node: ") for text in calibration.refused)
+
+
+def test_groups_of_two_sizes_on_two_nodes_tell_something_of_each_link(files):
+    """Two message sizes and four constants: a group of all four ranks, and one in each node."""
+    where = cluster(nodes=2, per_node=2)
+    where.to_yaml(files / "four.yaml")
+    world, model = World(within=Link(10e9, 6e-3), between=Link(10e9, 9e-3), noise=0.02), costs(100, blocks=1)
+    model.save(files / "model.json")
+    runs = [
+        write_run(files / f"{sharding}-{samples}", world, where, model, sharding, samples, seed=samples)
+        for sharding in ("FULL_SHARD", "HYBRID_2")
+        for samples in (4, 8)
+    ]
+    assert calibrate(files, runs, where="four.yaml", models=["model.json"]) == 0
+    calibration = found(files)
+    assert set(calibration.links) == {"within_node", "between_nodes"}
+    assert calibration.mean_error < 0.05
+    assert min(abs(each.uncalibrated_step_s / each.measured_step_s - 1) for each in calibration.runs) > 0.5
 
 
 def test_hidden_communication_says_nothing_of_links(files):
@@ -148,7 +207,7 @@ def test_pipelines_tell_of_devices_and_not_of_links(files):
                 "step",
                 {"step": index, "samples": 8.0, **each, "compute_s": 1.5 * own.busy_s, "step_s": 1.5 * step.step_s},
             )
-            for index in range(1, 4)
+            for index in range(1, 5)
         ]
         for rank, own in enumerate(step.ranks)
     }
@@ -237,6 +296,99 @@ def test_plan_and_simulate_take_the_file(files, capsys):
     shown = capsys.readouterr().out
     assert "calibrate with measured runs" not in shown  # the optimizer's seconds are known
     assert isinstance(ModelCosts.load(files / "large.json"), ModelCosts)
+
+
+def test_simulate_and_plan_say_what_they_are_calibrated_with(files, capsys):
+    World().constants().save(files / "no-runs.json")
+    calibrate(files, several(files, World(), RUNS[:1]))
+    capsys.readouterr()
+    file = str(files / "calibration.json")
+    common = ["--cluster", str(files / "cluster.yaml"), "--costs", str(files / "large.json"), "--global-batch", "16"]
+    simulate_it = ["simulate", *common, "--sharding", "FULL_SHARD", "--out", str(files / "s.json")]
+    assert main([*simulate_it, "--calibration", file]) == 0
+    shown = capsys.readouterr().out
+    for text in (
+        f"calibrated with {file}: mean error 0.0 % over the 1 run that it was fitted to",
+        "not told by them: devices.fast.optimizer_s_per_parameter",
+        "seconds are FLOPs over the device's speed, scaled as they were measured: fast 1.2, slow 0.9",
+    ):
+        assert text in shown
+    assert "were not measured" not in shown
+    written = json.loads((files / "s.json").read_text())
+    assert (written["emulated"], written["calibration"]["file"], written["calibration"]["runs"]) == (False, file, 1)
+    assert "links.within_node" in written["calibration"]["refused"]
+    assert main([*simulate_it, "--calibration", str(files / "no-runs.json")]) == 0
+    assert "no-runs.json: no run's error is known" in capsys.readouterr().out
+    assert main(simulate_it) == 0
+    assert "were not measured: they are FLOPs over the device's speed" in capsys.readouterr().out
+    assert json.loads((files / "s.json").read_text())["calibration"] is None
+    plan_it = ["plan", *common, "--strategy", "hetero_fsdp", "--calibration", file, "--out", str(files / "p.json")]
+    assert main(plan_it) == 0
+    shown = capsys.readouterr().out
+    assert f"calibrated with {file}: mean error 0.0 %" in shown
+    assert "were not measured" not in shown
+    assert any(text.startswith(f"calibrated with {file}") for text in ShardPlan.load(files / "p.json").reasons)
+
+
+@pytest.mark.parametrize("columns", [80, 180])
+def test_tables_are_no_wider_than_the_terminal(files, capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert calibrate(files, several(files, World(), [(SMALL, "FULL_SHARD")])) == 0
+    drawn = [line for line in capsys.readouterr().out.splitlines() if line[:1] in "┏┃┡│└"]
+    assert drawn
+    assert max(map(len, drawn)) <= min(columns, 100)
+    for text in ("optimizer_s_per_parameter", "bandwidth, latency", "compute_scale"):
+        assert any(text in line for line in drawn)
+
+
+def test_runs_that_constants_do_not_explain_are_warned_of_first(files, capsys):
+    """The steps are those of links a hundred times as slow in one run as in another of the same layout."""
+    world, slow = World(), World(between=Link(1e7, 1e-2))
+    runs = [
+        write_run(files / f"run-{index}", each, cluster(), SMALL, "FULL_SHARD", 2)
+        for index, each in enumerate([world, slow])
+    ]
+    assert calibrate(files, runs) == 0
+    shown = capsys.readouterr().out
+    calibration = found(files)
+    assert calibration.mean_error > 0.2
+    assert shown.splitlines()[0].startswith(
+        f"mind: mean error {100 * calibration.mean_error:.0f} %: these constants do"
+    )
+    assert "communication misses most" in shown.splitlines()[0]
+    assert f"MIND: {calibration.warning}" in shown
+    written = json.loads((files / "calibration.json").read_text())
+    assert (written["warning"], written["mean_error"]) == (calibration.warning, calibration.mean_error)
+    assert Calibration.load(files / "calibration.json") == calibration
+
+
+def test_short_runs_and_repeated_ones_are_refused(files, capsys):
+    short = write_run(files / "short", World(), cluster(), LARGE, "FULL_SHARD", 2, steps=3)
+    good = write_run(files / "good", World(), cluster(), LARGE, "FULL_SHARD", 4)
+    copied = copytree(good, files / "copied")
+    message = cli_runs.failed(capsys, lambda: calibrate(files, [good, short, good, copied]))
+    for text in (
+        "short: it has 2 steps that can be compared",
+        f"{good}: run 3 of the command is run 1 once more ({good})",
+        f"{copied}: run 4 of the command is run 1 once more ({good})",
+    ):
+        assert text in message, message
+
+
+def test_an_optimizer_that_takes_no_longer_with_more_parameters_is_no_constant_of_zero(files):
+    """Noise turned the line over: a larger part took less time."""
+    runs = [
+        write_run(files / sharding, World(optimizer_s_per_parameter=each), cluster(), LARGE, sharding, 2)
+        for sharding, each in (("FULL_SHARD", 4e-9), ("NO_SHARD", 2e-10))
+    ]
+    assert calibrate(files, runs) == 0
+    calibration = found(files)
+    for kind in ("fast", "slow"):
+        place = f"devices.{kind}.optimizer_s_per_parameter"
+        assert calibration.devices[kind].optimizer_s_per_parameter == 0
+        assert place not in calibration.sources
+        assert any(text.startswith(f"{place}: could not be told") for text in calibration.refused)
+        assert calibration.devices[kind].fixed_s > World().fixed_s
 
 
 def test_network_cards_and_pairs_stay_what_they_are(files):

@@ -13,12 +13,15 @@ from lightning_hetero.cluster.resized import with_nodes
 from lightning_hetero.costs import ModelCosts
 from lightning_hetero.errors import HeteroError, raise_all
 from lightning_hetero.planner.training import Training
-from lightning_hetero.report.calibration_table import calibration_tables
+from lightning_hetero.report.calibration_table import calibration_tables, table_width
 from lightning_hetero.report.console import console, progress_bar
-from lightning_hetero.report.measured_rank import MeasuredRank, measured_ranks
 from lightning_hetero.report.run import Run, read_runs
+from lightning_hetero.report.run_medians import median_measurement, median_step_s
 from lightning_hetero.simulator.fitting import fit_constants
-from lightning_hetero.simulator.measured_run import MeasuredRun, RankMeasurement
+from lightning_hetero.simulator.measured_run import MeasuredRun
+
+LEAST_STEPS = 3
+"""steps that a run must have for its medians to mean something"""
 
 DESCRIPTION = """\
 Fit constants to a few measured steps: of each type of device a scale of its compute seconds, the optimizer's seconds
@@ -76,7 +79,9 @@ def run(options: argparse.Namespace) -> int:
         calibration = fit_constants(measured)
         progress(len(read) + 1, len(read) + 1, "done")
     screen = console()
-    for table in calibration_tables(calibration):
+    if calibration.warning:
+        screen.print(f"mind: {calibration.warning}", markup=False, soft_wrap=True, style="bold")
+    for table in calibration_tables(calibration, table_width()):
         table.show(screen)
     if options.out:
         calibration.save(options.out)
@@ -99,7 +104,7 @@ def measured_runs(
     Raises:
         HeteroError: listing every run that cannot be used, and why.
     """
-    found, problems = [], []
+    found, problems = [], _repeated(runs)
     for each in runs:
         try:
             found.append(_measured(each, clusters, costs, precision, optimizer))
@@ -107,6 +112,19 @@ def measured_runs(
             problems.append(f"{each.path}: {error}")
     raise_all(HeteroError, "these runs cannot be calibrated with", problems)
     return found
+
+
+def _repeated(runs: Sequence[Run]) -> list[str]:
+    """Which runs are given twice, or are copies, as texts."""
+    problems = []
+    for place, each in enumerate(runs):
+        first = next(index for index, other in enumerate(runs) if other.metrics.steps == each.metrics.steps)
+        if first < place:
+            problems.append(
+                f"{each.path}: run {place + 1} of the command is run {first + 1} once more ({runs[first].path}): it "
+                "would count twice; give each once"
+            )
+    return problems
 
 
 def _measured(
@@ -117,33 +135,26 @@ def _measured(
         raise HeteroError(f"{each.no_plan}: give a run of hetero_fsdp or hetero_pipe")
     if each.missing_ranks:
         raise HeteroError(f"the lines of ranks {each.missing_ranks} are not here: bring their files into its folder")
+    if len(each.compared) < LEAST_STEPS:
+        count = f"{len(each.compared)} step{'s' if len(each.compared) > 1 else ''} that can be compared"
+        raise HeteroError(
+            f"it has {count} (full ones after the first, under one plan), medians need {LEAST_STEPS}: train it longer"
+        )
     if any((line.get("batches") or 1) != 1 for rank in each.ranks for line in each.lines_compared(rank)):
         raise HeteroError("its steps are several batches, a plan's are one: give a run without accumulate_grad_batches")
     cluster = _cluster(plan.device_types, clusters)
     if each.emulated != cluster.emulate:
         kinds = ("emulated", "real") if each.emulated else ("real", "emulated")
         raise HeteroError(f"its devices are {kinds[0]}, those of cluster {cluster.name!r} {kinds[1]}: give its cluster")
-    ranks = measured_ranks(each)
     return MeasuredRun(
         each.name,
         plan,
         cluster,
         _costs(None if plan.model is None else plan.model.parameters, costs),
         Training(plan.global_batch_size, precision, optimizer),
-        max(rank.step_s.measured or 0.0 for rank in ranks),
+        median_step_s(each),
         len(each.compared),
-        tuple(map(_rank, ranks)),
-    )
-
-
-def _rank(rank: MeasuredRank) -> RankMeasurement:
-    parts = rank.parts_s
-    return RankMeasurement(
-        rank.busy_s.measured or 0.0,
-        parts["optimizer"],
-        parts["input"] + parts["rest"],
-        parts.get("communication"),
-        rank.power_w,
+        tuple(median_measurement(each, rank) for rank in each.ranks),
     )
 
 

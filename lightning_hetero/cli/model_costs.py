@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import ModelCosts
@@ -45,11 +46,40 @@ def read_calibration(path: str | None, cluster: Cluster) -> tuple[Calibration | 
         return None, []
     found = Calibration.load(path)
     missing = found.missing(cluster)
-    notes = []
+    notes = [calibrated_with(path, found)]
     if missing:
         known = ", ".join(found.devices) or "no device"
         notes.append(f"mind: {path} knows {known}, and not {', '.join(missing)}: seconds there are those of the costs")
     return found, notes
+
+
+def calibrated_with(path: str, calibration: Calibration) -> str:
+    """Which calibration it is and how well it explains its own runs, in one line."""
+    count = len(calibration.runs)
+    what = "no run's error is known"
+    if count:
+        share = f"{100 * calibration.mean_error:.1f} %"
+        what = f"mean error {share} over the {count} run{'s' if count > 1 else ''} that it was fitted to"
+    parts = [f"calibrated with {path}{' (emulated devices)' if calibration.emulated else ''}: {what}"]
+    if calibration.warning:
+        parts.append(f"mind: {calibration.warning}")
+    if calibration.refused:
+        parts.append(f"not told by them: {', '.join(text.split(':')[0] for text in calibration.refused)}")
+    return "; ".join(parts)
+
+
+def calibration_data(path: str | None, calibration: Calibration | None) -> dict[str, Any] | None:
+    """The same as plain data, for files; ``None`` without one."""
+    if calibration is None:
+        return None
+    return {
+        "file": path,
+        "emulated": calibration.emulated,
+        "runs": len(calibration.runs),
+        "mean_error": calibration.mean_error if calibration.runs else None,
+        "warning": calibration.warning or None,
+        "refused": [text.split(":")[0] for text in calibration.refused],
+    }
 
 
 def read_costs(
@@ -101,12 +131,18 @@ def read_costs(
     return costs, notes
 
 
-def unmeasured(costs: ModelCosts, cluster: Cluster) -> list[str]:
+def unmeasured(costs: ModelCosts, cluster: Cluster, calibration: Calibration | None = None) -> list[str]:
+    """Where seconds are FLOPs over a speed, and what a calibration makes of them."""
     kinds = [kind for kind in cluster.types if kind not in costs.timed_types]
-    if not kinds:
-        return []
-    where = ", ".join(kinds)
-    text = (
-        f"seconds on {where} were not measured: they are FLOPs over the device's speed, which real models seldom reach"
-    )
-    return [f'{text}; "lightning-hetero profile" measures them']
+    scaled = [kind for kind in kinds if calibration is not None and kind in calibration.devices]
+    notes = []
+    if calibration is not None and scaled:
+        scales = ", ".join(f"{kind} {calibration.device(kind).compute_scale:.3g}" for kind in scaled)
+        notes.append(f"seconds are FLOPs over the device's speed, scaled as they were measured: {scales}")
+    others = [kind for kind in kinds if kind not in scaled]
+    if others:
+        notes.append(
+            f"seconds on {', '.join(others)} were not measured: they are FLOPs over the device's speed, which real "
+            'models seldom reach; "lightning-hetero profile" measures them'
+        )
+    return notes

@@ -9,7 +9,13 @@ from pathlib import Path
 
 from lightning_hetero.cli.arguments import positive_integer
 from lightning_hetero.cli.cluster_argument import add_cluster_argument
-from lightning_hetero.cli.model_costs import add_training_arguments, read_calibration, read_costs, unmeasured
+from lightning_hetero.cli.model_costs import (
+    add_training_arguments,
+    calibrated_with,
+    read_calibration,
+    read_costs,
+    unmeasured,
+)
 from lightning_hetero.cli.profile import add_model_arguments
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.cluster.bundled_clusters import load_cluster
@@ -118,7 +124,7 @@ def run(options: argparse.Namespace) -> int:
 
         costs, notes = read_costs(options.costs, options.model, options.sequence, options.precision, begin)
         calibration, more = read_calibration(options.calibration, cluster)
-        notes += [*more, *unmeasured(costs, cluster)]
+        notes += [*more, *unmeasured(costs, cluster, calibration)]
         if calibration is not None:
             cluster, costs = calibration.applied(cluster, costs)
         planned, rejected = plan_with(options.strategy, cluster, costs, training, begin=begin)
@@ -129,6 +135,8 @@ def run(options: argparse.Namespace) -> int:
     plan = planned.plan
     if options.explain:
         plan = search.plan  # the same, with reasons that know what other designs would bring
+    if calibration is not None and plan.predicted_step_s is not None:
+        plan = plan.lasting(plan.predicted_step_s, calibrated_with(options.calibration, calibration))  # for the file
     screen = console()
     screen.print(plan_table(plan, cluster, planned.even))
     misfits = _misfits(planned.even, cluster)

@@ -11,7 +11,13 @@ from typing import Any
 
 from lightning_hetero.cli.arguments import names, node_counts, positive_integer
 from lightning_hetero.cli.cluster_argument import add_cluster_argument, devices_of
-from lightning_hetero.cli.model_costs import add_training_arguments, read_calibration, read_costs, unmeasured
+from lightning_hetero.cli.model_costs import (
+    add_training_arguments,
+    calibration_data,
+    read_calibration,
+    read_costs,
+    unmeasured,
+)
 from lightning_hetero.cli.precision_notes import precision_notes
 from lightning_hetero.cli.simulation_checks import argument_problems, plan_cluster_problems, size_problems
 from lightning_hetero.cluster import Cluster
@@ -162,7 +168,8 @@ def _run_plan(options: argparse.Namespace, cluster: Cluster, calibration: Calibr
     raise_all(HeteroError, "this cannot be simulated", plan_cluster_problems(plan, cluster))
     model = options.models[0] if options.models else None
     costs, more = read_costs(options.costs, model, options.sequence, options.precision)
-    notes = [*notes, *more, *unmeasured(costs, cluster), *precision_notes(options.precision, [cluster], [costs])]
+    notes = [*notes, *more, *unmeasured(costs, cluster, calibration)]
+    notes += precision_notes(options.precision, [cluster], [costs])
     constants = None
     if calibration is not None:
         cluster, costs = calibration.applied(cluster, costs)
@@ -177,7 +184,7 @@ def _run_plan(options: argparse.Namespace, cluster: Cluster, calibration: Calibr
             f"the plan's own prediction is {plan.predicted_step_s:.4g} s a step, simulated are {step.step_s:.4g} s"
         )
     point = SweepPoint(costs.model, step.strategy, cluster, plan.global_batch_size, step)
-    written = [*_write_trace(options.trace, step, what), *_write(options.out, [point], [], notes)]
+    written = [*_write_trace(options.trace, step, what), *_write(options, [point], [], notes, calibration)]
     for line in [*notes, *written]:
         screen.print(line, markup=False, soft_wrap=True)
     return 0
@@ -208,7 +215,10 @@ def _run_sweep(options: argparse.Namespace, cluster: Cluster, calibration: Calib
         costs, more = _all_costs(options, lambda what: progress(0, 1, what))
         asked = list(_clusters(options.nodes, cluster))
         changed = _changed(options, asked[0], costs)
-        notes += [*more, *_seconds_notes(options.precision, [*asked, *(other for _, other in changed)], costs)]
+        notes += [
+            *more,
+            *_seconds_notes(options.precision, [*asked, *(other for _, other in changed)], costs, calibration),
+        ]
         total, done = len(costs) * len(shardings) * (len(asked) + len(changed)), 0
         points: list[SweepPoint] = []
         changes: list[Change] = []
@@ -229,7 +239,7 @@ def _run_sweep(options: argparse.Namespace, cluster: Cluster, calibration: Calib
     else:
         sweep_table(points).show(screen)
     written = [*_write_plot(options, points), *_write_one_trace(options.trace, points)]
-    written += _write(options.out, points, changes, notes)
+    written += _write(options, points, changes, notes, calibration)
     for line in [*change_lines(changes), *notes, *written]:
         screen.print(line, markup=False, soft_wrap=True)
     return 0 if any(point.step is not None for point in points) else 1
@@ -262,11 +272,13 @@ def _all_costs(options: argparse.Namespace, begin: Callable[[str], None]) -> tup
     return found, list(dict.fromkeys(notes))
 
 
-def _seconds_notes(precision: str, clusters: Sequence[Cluster], costs: Sequence[ModelCosts]) -> list[str]:
+def _seconds_notes(
+    precision: str, clusters: Sequence[Cluster], costs: Sequence[ModelCosts], calibration: Calibration | None
+) -> list[str]:
     """Where seconds are not measured, of all devices that are asked about."""
     devices = {device.type: device for cluster in clusters for device in cluster.devices}
     every = replace(clusters[0], devices=tuple(replace(device, uuid=None) for device in devices.values()))
-    texts = dict.fromkeys(text for each in costs for text in unmeasured(each, every))
+    texts = dict.fromkeys(text for each in costs for text in unmeasured(each, every, calibration))
     return [*texts, *precision_notes(precision, clusters, costs)]
 
 
@@ -331,11 +343,18 @@ def _write_trace(path: str | None, step: SimulatedStep, what: str) -> list[str]:
 
 
 def _write(
-    path: str | None, points: Sequence[SweepPoint], changes: Sequence[Change], notes: Sequence[str]
+    options: argparse.Namespace,
+    points: Sequence[SweepPoint],
+    changes: Sequence[Change],
+    notes: Sequence[str],
+    calibration: Calibration | None,
 ) -> list[str]:
+    path = options.out
     if path is None:
         return []
     data: dict[str, Any] = {"schema": SCHEMA, "kind": "simulation", "label": SIMULATED, "notes": list(notes)}
+    data["emulated"] = any(point.cluster.emulate for point in points)
+    data["calibration"] = calibration_data(options.calibration, calibration)
     ideals = ideal_samples_per_s(points)
     data["points"] = [
         {**point.to_dict(), "ideal_samples_per_s": ideal} for point, ideal in zip(points, ideals, strict=True)

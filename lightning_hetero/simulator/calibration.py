@@ -27,11 +27,14 @@ from lightning_hetero.records import (
     tuple_of,
     write_json,
 )
-from lightning_hetero.units import format_flops_per_s
+from lightning_hetero.units import format_flops_per_s, format_seconds
 
 SCHEMA = 1
 LINKS = ("within_pair", "within_node", "between_nodes")
 """links that a calibration may know, by their names in a cluster file"""
+
+UNEXPLAINED = 0.2
+"""mean error of the runs above which constants are warned of"""
 
 SAME_SPEED = 0.01
 """by how much a device's speed may differ from the one that its scale was fitted to"""
@@ -73,15 +76,19 @@ class RunError:
 
     Args:
         run: its name.
-        measured_step_s: seconds of its mean step.
+        measured_step_s: seconds of its median step.
         predicted_step_s: seconds of the step that is simulated with the constants.
         uncalibrated_step_s: the same without them, from costs and cluster as they were.
+        parts_s: seconds of each part of the step, measured and predicted, in the mean over ranks: compute;
+            communication that nothing hides, where it was told apart; rest, as of a simulated rank (optimizer, input,
+            Python); waiting, which is what remains.
     """
 
     run: str
     measured_step_s: float
     predicted_step_s: float
     uncalibrated_step_s: float
+    parts_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def error(self) -> float:
@@ -108,6 +115,32 @@ class Calibration:
     refused: tuple[str, ...] = ()
     runs: tuple[RunError, ...] = ()
     emulated: bool = False
+
+    @property
+    def mean_error(self) -> float:
+        """Mean over the runs of how far the simulated step is off, as a share of the measured one; 0 without runs."""
+        return sum(abs(run.error) for run in self.runs) / max(1, len(self.runs))
+
+    @property
+    def warning(self) -> str:
+        """That the constants do not explain the runs, and which part misses; empty where they do."""
+        if self.mean_error <= UNEXPLAINED:
+            return ""
+        said = f"mean error {100 * self.mean_error:.0f} %: these constants do not explain the runs"
+        totals: dict[str, list[float]] = {}
+        for run in self.runs:
+            for name, seconds in run.parts_s.items():
+                total = totals.setdefault(name, [0.0, 0.0, 0.0])
+                # Runs that miss to either side must not cancel.
+                for place, value in enumerate((*seconds, abs(seconds[1] - seconds[0]))):
+                    total[place] += value / len(self.runs)
+        if not totals:
+            return said
+        name, (measured_s, predicted_s, _) = max(totals.items(), key=lambda item: item[1][2])
+        return (
+            f"{said}; {name} misses most: {format_seconds(predicted_s)} of a step simulated, "
+            f"{format_seconds(measured_s)} measured, in the mean over runs"
+        )
 
     def device(self, kind: str) -> DeviceConstants:
         """The constants of a type; of one that was not measured, those that change nothing."""
@@ -171,7 +204,9 @@ class Calibration:
             "links": {name: asdict(link) for name, link in self.links.items()},
             "sources": dict(self.sources),
             "refused": list(self.refused),
-            "runs": [{**asdict(run), "error": run.error} for run in self.runs],
+            "mean_error": self.mean_error,
+            "warning": self.warning or None,
+            "runs": [_run_data(run) for run in self.runs],
         }
 
     @classmethod
@@ -188,7 +223,7 @@ class Calibration:
     def from_dict(cls, data: object, source: str = "calibration") -> Calibration:
         """Build a calibration from what a file holds; ``source`` names it in the error."""
         record = Record(source, HeteroError)
-        known = ("kind", "emulated", "devices", "links", "sources", "refused", "runs")
+        known = ("kind", "emulated", "devices", "links", "sources", "refused", "runs", "mean_error", "warning")
         top = record.mapping(data, "", ("schema",), known) or {}
         if top.get("schema", SCHEMA) != SCHEMA:
             record.note("schema", f"is {shown(top['schema'])}: this version reads schema {SCHEMA}")
@@ -264,9 +299,20 @@ def _read_link(record: Record, value: object, name: str) -> Link | None:
     return Fabric(bandwidth, latency_s, nics, half) if set(shared) & set(entry) else Link(bandwidth, latency_s)
 
 
+def _run_data(run: RunError) -> dict[str, Any]:
+    parts = {name: {"measured": seconds[0], "predicted": seconds[1]} for name, seconds in run.parts_s.items()}
+    return {**asdict(run), "error": run.error, "parts_s": parts}
+
+
 def _read_run(record: Record, value: object, place: str) -> RunError:
     keys = ("measured_step_s", "predicted_step_s", "uncalibrated_step_s")
-    entry = record.mapping(value, place, ("run", *keys), ("error",)) or {}
-    return RunError(
-        record.take(entry, "run", place, text, ""), *(record.take(entry, key, place, number(0), 0.0) for key in keys)
-    )
+    entry = record.mapping(value, place, ("run", *keys), ("error", "parts_s")) or {}
+    parts: dict[str, tuple[float, float]] = {}
+    for name, item in _entries(record, entry, "parts_s"):
+        inside = f"{place}.parts_s.{name}"
+        own = record.mapping(item, inside, ("measured", "predicted")) or {}
+        measured_s, predicted_s = (record.take(own, key, inside, number(0), 0.0) for key in ("measured", "predicted"))
+        parts[name] = (measured_s, predicted_s)
+    name = record.take(entry, "run", place, text, "")
+    measured_s, predicted_s, plain_s = (record.take(entry, key, place, number(0), 0.0) for key in keys)
+    return RunError(name, measured_s, predicted_s, plain_s, parts)

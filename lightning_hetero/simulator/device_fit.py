@@ -74,9 +74,9 @@ def fit_device(kind: str, samples: Sequence[Sample]) -> Fit:
     where = _where(samples)
     basis = basis_flops_per_s(kind, samples[0].run.cluster, samples[0].run.costs)
     found = Fit(DeviceConstants())
-    over = "the costs' measured seconds" if basis is None else "FLOPs over the cluster file's speed"
+    over = "the costs' measured seconds" if basis is None else "FLOPs over the file's speed"
     found.sources["compute_scale"] = (
-        f"compute_s of {where}, against {over}; single ratios {min(ratios):.3f} to {max(ratios):.3f}"
+        f"compute_s of {where}, against {over}; single ones {min(ratios):.3f} to {max(ratios):.3f}"
     )
     per_parameter, optimizer_fixed_s = _optimizer(kind, samples, found, where)
     fixed = [sample.measured.fixed_s for sample in samples]
@@ -118,11 +118,17 @@ def _optimizer(kind: str, samples: Sequence[Sample], found: Fit, where: str) -> 
             f"{sizes.mean():.3g} parameters: a run with shard groups, or stages, of another size would tell"
         )
         return through_zero, 0.0
-    found.sources[place] = f"optimizer_s of {where}, of {sizes.min():.3g} to {sizes.max():.3g} parameters"
+    spread = f"{sizes.min():.3g} to {sizes.max():.3g} parameters"
     slope, fixed_s = np.linalg.lstsq(np.stack([sizes / seconds, 1 / seconds], axis=1), np.ones_like(seconds))[0]
     # Noise may turn the line over; neither part can be negative.
     if slope <= 0:
+        found.refused.append(
+            f"devices.{kind}.{place}: could not be told: optimizer_s does not grow from {spread} "
+            f"({format_seconds(seconds.min())} to {format_seconds(seconds.max())}), and counts as fixed seconds; runs "
+            "of a larger model, or of more steps, would tell"
+        )
         return 0.0, float(np.median(seconds))
+    found.sources[place] = f"optimizer_s of {where}, of {spread}"
     return (float(slope), float(fixed_s)) if fixed_s > 0 else (through_zero, 0.0)
 
 
@@ -150,6 +156,6 @@ def _watts(kind: str, samples: Sequence[Sample], found: Fit, where: str) -> tupl
 def _where(samples: Sequence[Sample]) -> str:
     runs = {sample.run.name: sample.run for sample in samples}
     steps = sum(run.steps for run in runs.values())
-    listed = ", ".join(list(runs)[:4]) + (", ..." if len(runs) > 4 else "")
     ranks = f"{len(samples)} rank{'s' if len(samples) > 1 else ''}"
-    return f"{ranks} in {steps} steps of {listed}"
+    count = f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
+    return f"{ranks} in {steps} steps of {count}"

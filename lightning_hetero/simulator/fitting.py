@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from lightning_hetero.cluster import Cluster
+from lightning_hetero.costs import ModelCosts
 from lightning_hetero.errors import HeteroError, raise_all
+from lightning_hetero.plan import ShardPlan
 from lightning_hetero.simulator.calibration import Calibration, RunError, basis_flops_per_s
 from lightning_hetero.simulator.device_fit import fit_device, samples_by_type
 from lightning_hetero.simulator.link_fit import fit_links
 from lightning_hetero.simulator.measured_run import MeasuredRun
 from lightning_hetero.simulator.simulate import simulate
+from lightning_hetero.simulator.simulated_shards import least_blocked_s
+from lightning_hetero.simulator.simulated_step import SimulatedStep
 
 
 def fit_constants(runs: Sequence[MeasuredRun]) -> Calibration:
@@ -46,7 +51,25 @@ def run_error(run: MeasuredRun, calibration: Calibration) -> RunError:
     plain = simulate(run.plan, run.cluster, run.costs, run.training)
     cluster, costs = calibration.applied(run.cluster, run.costs)
     step = simulate(run.plan, cluster, costs, run.training, constants=calibration.devices)
-    return RunError(run.name, run.step_s, step.step_s, plain.step_s)
+    return RunError(run.name, run.step_s, step.step_s, plain.step_s, _parts_s(run, step, cluster, costs))
+
+
+def _parts_s(
+    run: MeasuredRun, step: SimulatedStep, cluster: Cluster, costs: ModelCosts
+) -> dict[str, tuple[float, float]]:
+    """Seconds of each part in the mean over ranks, measured and simulated."""
+    parts = {"compute": (_mean(rank.compute_s for rank in run.ranks), step.mean("busy_s"))}
+    if run.communication_s is not None and isinstance(run.plan, ShardPlan):
+        parts["communication"] = (run.communication_s, least_blocked_s(run.plan, cluster, costs, run.training))
+    parts["rest"] = (_mean(rank.optimizer_s + rank.fixed_s for rank in run.ranks), step.mean("rest_s"))
+    used = [sum(seconds) for seconds in zip(*parts.values(), strict=True)]
+    parts["waiting"] = (max(0.0, run.step_s - used[0]), max(0.0, step.step_s - used[1]))
+    return parts
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
 
 
 def _problems(runs: Sequence[MeasuredRun]) -> list[str]:

@@ -10,12 +10,16 @@ remains of its column of derivatives without the other columns, next to the nois
 say, fix only the sum ``latency + size / bandwidth``. One that hardly moves any prediction (:data:`FELT`) plays no part
 in the runs, if it cannot play one either: with a value that is felt, the others moved as well as they can be, the runs
 are explained worse. A link is fitted where all of it that plays a part is told.
+
+Of a link whose bandwidth and latency are not told apart one is fitted, with the other as the cluster file gives it:
+communication that was measured must not stay unexplained. It is the latency, unless the bandwidth explains more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations, product
 from typing import Any
 
 import numpy as np
@@ -26,6 +30,7 @@ from lightning_hetero.plan import ShardPlan
 from lightning_hetero.simulator.calibration import LINKS, Calibration
 from lightning_hetero.simulator.measured_run import MeasuredRun
 from lightning_hetero.simulator.simulated_shards import least_blocked_s
+from lightning_hetero.units import format_bytes_per_s, format_seconds
 
 Floats = NDArray[np.float64]
 
@@ -39,11 +44,17 @@ SURE = 3.0
 """a constant is told where moving it by a factor e explains the runs worse by as many times the noise, whatever the
 others do: where noise is 1 %, it is known within a third then"""
 
+ALIKE = 1.1
+"""choices whose errors differ by this factor or less explain the runs alike"""
+
 NOTICED = 0.02
 """seconds of communication below this share of the step are noise"""
 
 _UNKNOWN = Link(1e9, 50e-6)
 _BANDWIDTHS, _LATENCIES = np.logspace(8, 12, 5), np.logspace(-6, -3, 4)
+_ALONE = (np.logspace(6, 12, 13), np.logspace(-6, -1, 11))
+"""where a bandwidth or a latency is looked for with the other as given: it stands for both"""
+
 _BOUNDS = tuple((float(np.log(low)), float(np.log(high))) for low, high in ((1e6, 1e13), (1e-8, 1e-1)))
 """logarithms of what bandwidths and latencies may be"""
 
@@ -95,17 +106,31 @@ def fit_links(runs: Sequence[MeasuredRun], calibration: Calibration) -> LinkFit:
         fit.solve_from_everywhere(free)
         free = fit.without_part(free)
     told = fit.told(free)
-    by = f"exposed communication of {len(usable)} runs ({', '.join(run.name for run in usable[:4])})"
+    problems = {name: fit.problem(name, _of(free, name), told) for name in names}
+    untold = [constant for constant in free if not told.issuperset(_of(free, constant[0]))]
+    alone = dict(fit.solve_one_each(untold, [constant for constant in free if constant not in untold]))
+    count = f"{len(usable)} run{'s' if len(usable) > 1 else ''}"
+    by = f"exposed communication of {count}"
     for name in names:
-        own = [constant for constant in free if constant[0] == name]
-        problem = fit.problem(name, own, told)
-        if problem:
-            found.refused.append(f"links.{name}: {problem}")
+        if name in alone:
+            held = _NAMES[1 - alone[name]]
+            given = f"{held} as the cluster file gives it ({fit.given(name, 1 - alone[name])})"
+            found.refused.append(
+                f"links.{name}.{held}: {problems[name]}. Only its {_NAMES[alone[name]]} was fitted, with {given}"
+            )
+            found.sources[name] = f"{by}; only its {_NAMES[alone[name]]}, with {given}"
+        elif problems[name]:
+            found.refused.append(f"links.{name}: {problems[name]}")
             continue
+        else:
+            parts = [which for _, which in _of(free, name)]
+            found.sources[name] = by + "".join(f"; its {_NAMES[w]} plays no part" for w in (0, 1) if w not in parts)
         found.links[name] = fit.link(name)
-        held = [_NAMES[which] for which in (0, 1) if (name, which) not in own]
-        found.sources[name] = by + (f"; its {held[0]} plays no part in them" if held else "")
     return found
+
+
+def _of(constants: Sequence[Constant], name: str) -> list[Constant]:
+    return [constant for constant in constants if constant[0] == name]
 
 
 def _uses(run: MeasuredRun, name: str) -> bool:
@@ -187,12 +212,12 @@ class _Fit:
                 found.append((self.error(), self.values[name, 0], self.values[name, 1]))
         _, self.values[name, 0], self.values[name, 1] = min(found)
 
-    def solve(self, free: Sequence[Constant]) -> None:
+    def solve(self, free: Sequence[Constant], rounds: int = _ROUNDS) -> None:
         """Move the free constants to the least error."""
         if not free:
             return
         damping, error = 1e-2, self.error()
-        for _ in range(_ROUNDS):
+        for _ in range(rounds):
             jacobian = self.derivatives(free)
             residual = self.measured / self.scale - self.predicted()
             normal = jacobian.T @ jacobian
@@ -211,6 +236,59 @@ class _Fit:
                 damping *= 8
                 if damping > 1e6:
                     return
+
+    def solve_one_each(self, untold: Sequence[Constant], told: Sequence[Constant]) -> tuple[Constant, ...]:
+        """Solve for one constant of each link, or of as many links as the runs tell, with the rest as given.
+
+        Where choices explain the runs alike, within noise, it is latencies, and those of the slower kind of link.
+
+        Args:
+            untold: constants of links that are not told.
+            told: those that stay free with them.
+
+        Returns:
+            The constants that were chosen. Without any, nothing has changed.
+        """
+        start, names = dict(self.values), [name for name in self.names if self.files[name] and _of(untold, name)]
+        for count in range(len(names), 0, -1):
+            found = []
+            for chosen in combinations(names, count):
+                for constants in product(*(_of(untold, name) for name in chosen)):
+                    self.values = dict(start)
+                    if self._solve_alone(constants, names, told):
+                        left = float(np.sqrt(self.error() / len(self.runs)))
+                        found.append((left, constants, self.values))
+            if found:
+                least = min(left for left, _, _ in found)
+                alike = [each[1:] for each in found if each[0] <= ALIKE * least + NOISE]
+                constants, self.values = max(alike, key=lambda each: self._preference(each[0]))
+                return constants
+        self.values = start
+        return ()
+
+    def _preference(self, constants: Sequence[Constant]) -> tuple[int, list[int]]:
+        return sum(which for _, which in constants), [self.names.index(name) for name, _ in constants]
+
+    def _solve_alone(self, constants: Sequence[Constant], names: Sequence[str], told: Sequence[Constant]) -> bool:
+        """Solve for these with the rest of links as given; whether the runs tell them."""
+        for name in names:
+            self._set(name, self.files[name] or _UNKNOWN)
+        for _ in range(2):  # the place of the first one depends on where the others are
+            for constant in constants:
+                places = [self.values[constant], *np.log(_ALONE[constant[1]])]
+                errors = []
+                for self.values[constant] in places:
+                    errors.append(self.error())
+                self.values[constant] = places[int(np.argmin(errors))]
+        free = [*told, *constants]
+        self.solve(free, _ROUNDS // 4)  # the grid is near
+        # What such a fit leaves is the other constant's, not noise: it must not keep what is known from being told.
+        return self.told(free, NOISE).issuperset(constants)
+
+    def given(self, name: str, which: int) -> str:
+        """What the cluster file says, in words."""
+        link = self.files[name] or _UNKNOWN
+        return format_seconds(link.latency_s) if which else format_bytes_per_s(link.bandwidth_bytes_per_s)
 
     def without_part(self, free: list[Constant]) -> list[Constant]:
         """Those that play a part or may; the others take the cluster file's value, unless it contradicts the runs."""
@@ -248,11 +326,11 @@ class _Fit:
         """Of one run, from what the best fit leaves unexplained."""
         return max(NOISE, float(np.sqrt(error / max(1, len(self.runs) - len(free)))))
 
-    def told(self, free: Sequence[Constant]) -> set[Constant]:
-        """Those whose part none of the others can play."""
+    def told(self, free: Sequence[Constant], noise: float | None = None) -> set[Constant]:
+        """Those whose part none of the others can play, with noise as the fit leaves it or as given."""
         if not free:
             return set()
-        columns, least = self.derivatives(free), SURE * self._noise(self.error(), free)
+        columns, least = self.derivatives(free), SURE * (noise or self._noise(self.error(), free))
         return {constant for index, constant in enumerate(free) if _own(columns, index) >= least}
 
     def problem(self, name: str, own: Sequence[Constant], told: set[Constant]) -> str:

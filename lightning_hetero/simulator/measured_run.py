@@ -1,4 +1,4 @@
-"""What a run measured, as far as constants are fitted to it: seconds of a mean step, rank by rank."""
+"""What a run measured, as far as constants are fitted to it: seconds of a median step, rank by rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_hetero.planner.training import Training
 
 @dataclass(frozen=True)
 class RankMeasurement:
-    """Means of one rank over the steps of a run.
+    """Medians of one rank over the steps of a run.
 
     Args:
         compute_s: seconds in forwards and backwards of its own units.
@@ -39,8 +39,8 @@ class MeasuredRun:
         cluster: that it ran on, one device per rank.
         costs: of its model.
         training: global batch, precision, optimizer.
-        step_s: seconds of a mean step.
-        steps: how many the means are over.
+        step_s: seconds of a median step, of the rank with the longest one.
+        steps: how many the medians are over.
         ranks: what each measured.
     """
 
