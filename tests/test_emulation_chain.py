@@ -104,6 +104,17 @@ def test_time_between_chained_steps_is_not_the_devices_unless_it_waited() -> Non
     assert forward.taken_s == pytest.approx(forward.target_s, rel=0.05)
 
 
+def test_what_has_no_marks_is_hidden_whole() -> None:
+    """An exported model's operations: nobody else is told of the seconds in which the host sleeps for them."""
+    model = TwoUnits()
+    made = Emulation(Device("slow", "n", 2**30, 1e6), 0, [Unit("one", model.one, True)], None, account_memory=False)
+    made.start(model)
+    with made.step(samples=1, chained=True):
+        torch.randn(1, 40) @ torch.randn(40, 40)
+    assert made.hidden_total_s == made.device_s >= 2 * 40 * 40 / 1e6
+    made.stop()
+
+
 def test_a_host_that_is_behind_its_device_is_late() -> None:
     model = TwoUnits()
     made = emulation(model)

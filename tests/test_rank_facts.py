@@ -150,19 +150,19 @@ NAN = math.nan
 def share(
     monkeypatch: pytest.MonkeyPatch, rank: int, rows: list[list[float]], given: float | None = None
 ) -> tuple[float, StepFlops | None, str | None]:
-    """What a rank takes of each sample, given every rank's pipeline and FLOPs."""
+    """What a rank takes of each sample, given every rank's pipeline and FLOPs, and whether it has samples."""
     monkeypatch.setattr(rank_meter, "pipeline_of", lambda trainer: rows[rank][0])
     monkeypatch.setattr(rank_meter, "gather_once", lambda trainer, row: rows)
     meter, own = RankMeter(), rows[rank][1]
     meter.flops = StepFlops(own, own / 2) if given is None and not math.isnan(own) else None
     meter.flops = StepFlops(given) if given is not None else meter.flops
     trainer: Any = None
-    meter._share_samples(trainer, given)
+    meter._share_samples(trainer, given, has_samples=bool(rows[rank][2]))
     return meter.share, meter.flops, meter.no_flops
 
 
 def test_a_rank_of_a_pipeline_takes_its_part_of_that_pipelines_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [[0.0, 5.0], [0.0, 3.0], [1.0, 4.0], [0.0, 0.0], [1.0, 4.0]]  # the fourth rank has no stage
+    rows = [[0.0, 5.0, 1.0], [0.0, 3.0, 1.0], [1.0, 4.0, 1.0], [0.0, 0.0, 0.0], [1.0, 4.0, 1.0]]  # one has no stage
     found = [share(monkeypatch, rank, rows) for rank in range(5)]
     assert [each for each, _, _ in found] == [5 / 8, 3 / 8, 0.5, 0.0, 0.5]
     # of a whole sample; with the share of the samples each rank's own
@@ -170,26 +170,39 @@ def test_a_rank_of_a_pipeline_takes_its_part_of_that_pipelines_samples(monkeypat
     assert [own * flops.recomputed for own, flops, _ in found if flops] == [2.5, 1.5, 2.0, 0.0, 2.0]
 
 
-@pytest.mark.parametrize("pipeline", [0, -1])
+@pytest.mark.parametrize(
+    ("pipeline", "samples", "known"),
+    [
+        (0, 0, StepFlops(0.0)),
+        (0, 4, "its stages call no module of the model, which was exported: pass flops_per_sample"),
+        (-1, 4, "training_step calls no submodule: pass flops_per_sample"),
+    ],
+)
 def test_a_rank_without_a_stage_computes_nothing_and_that_is_known(
-    monkeypatch: pytest.MonkeyPatch, pipeline: int
+    monkeypatch: pytest.MonkeyPatch, pipeline: int, samples: int, known: Any
 ) -> None:
     """Elsewhere a step that calls no module is one whose FLOPs nobody knows."""
     monkeypatch.setattr(step_flops, "pipeline_of", lambda trainer: pipeline)
+    monkeypatch.setattr(step_flops, "samples_in", lambda trainer, batch: float(samples))
     placement = SimpleNamespace(model=torch.nn.Identity())
     trainer: Any = SimpleNamespace(strategy=SimpleNamespace(assembly=SimpleNamespace(placement=placement)))
     watch = StepWatch(torch.nn.Sequential(torch.nn.Linear(2, 2)))
     watch.begin(trainer)
-    known = StepFlops(0.0) if pipeline >= 0 else "training_step calls no submodule: pass flops_per_sample"
     assert watch.count(trainer, None) == known
 
 
 def test_without_flops_the_ranks_of_a_pipeline_take_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [[0.0, NAN], [0.0, 3.0], [1.0, 4.0]]
+    rows = [[0.0, NAN, 1.0], [0.0, 3.0, 1.0], [1.0, 4.0, 1.0]]
     assert share(monkeypatch, 1, rows) == (0.5, None, "another rank of the pipeline could not count its own")
     assert share(monkeypatch, 2, rows) == (1.0, StepFlops(4.0, 2.0), None)
-    nothing = [[0.0, NAN]] * 2
+    nothing = [[0.0, NAN, 1.0]] * 2
     assert share(monkeypatch, 0, nothing, given=6.0) == (0.5, StepFlops(6.0), None)
+
+
+def test_a_rank_without_a_stage_takes_nothing_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [[0.0, NAN, 1.0], [0.0, 0.0, 0.0]]
+    assert share(monkeypatch, 0, rows)[0] == 1.0
+    assert share(monkeypatch, 1, rows)[0] == 0.0
 
 
 def test_ranks_that_share_a_batch_have_a_part_of_it_each() -> None:

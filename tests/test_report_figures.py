@@ -163,7 +163,7 @@ def test_simulated_scaling_is_drawn_whole_with_what_it_is_of(tmp_path: Path, mon
             assert legend.get_window_extent().y1 < axes.get_window_extent().y0
     assert [each.get_label() for each in figure.axes[2].lines] == [
         "FULL_SHARD, simulated",
-        "FULL_SHARD, if no rank waited",
+        "FULL_SHARD, if ranks only computed",
     ]
 
 

@@ -61,9 +61,9 @@ class StragglerMonitor(RankCallback):
 
     Every ``window`` steps the ranks compare the compute of these steps (one small collective): with what the plan
     expects of each, or without a plan with what as many samples take the median rank. What slows all ranks alike names
-    nobody, and a rank that only waits for another one is not named, since waiting is no compute, nor is one that keeps to
-    the plan while another is faster than planned. A rank is named when the median of its window is over the threshold,
-    and again when that has changed.
+    nobody, and a rank that only waits for another one is not named, since waiting is no compute, nor is one that keeps
+    to the plan while another is faster than planned. A rank is named when the median of its window is over the
+    threshold, and again when that has changed.
 
     Logged are, as with the other callbacks, ``device/slowdown`` and its forms, and ``stragglers``, how many there are.
 

@@ -24,7 +24,7 @@ class Point:
         devices: their kinds.
         samples: of a step, over all ranks.
         samples_per_s: over all ranks; None where ranks are missing.
-        own_samples_per_s: what its ranks could do together if none ever waited: their samples over their own compute.
+        own_samples_per_s: what its ranks could do together if they only computed: their samples over their own compute.
     """
 
     name: str
@@ -119,7 +119,7 @@ def scaling_table(lines: Sequence[ScalingLine]) -> ReportTable:
             )
     notes = [
         "ideal: the smallest run's samples/s for each rank, times the ranks; none for other devices, or a run alone",
-        "without waiting: what the ranks of this run would do together if none ever waited, by their own compute",
+        "only computing: what the ranks of this run would do together without waiting, input, optimizer or Python",
     ]
     notes += [f"{line.label}: not weak scaling, since samples a rank differ" for line in lines if not line.is_weak]
     if any(point.samples_per_s is None for line in lines for point in line.points):
@@ -134,7 +134,7 @@ def scaling_table(lines: Sequence[ScalingLine]) -> ReportTable:
         "samples/s",
         "ideal",
         "of the\nideal",
-        "without\nwaiting",
+        "only\ncomputing",
         "of that",
     )
     return ReportTable(f"Runs side by side{emulated}", columns, tuple(rows), tuple(notes))

@@ -18,7 +18,7 @@ def scaling_figure(lines: Sequence[ScalingLine]) -> Figure:
     """Samples/s over ranks, and beside it the share of the ideal.
 
     Dashed is the ideal: what each rank of the smallest run does, times the ranks. Dotted is what the ranks of each run
-    would do together if none ever waited, which is the ideal of unequal devices.
+    would do together if they only computed, which is the ideal of unequal devices.
     """
     figure = new_figure(11.5, 4.8 + 0.4 * len(lines))  # a legend below each panel
     total, share = figure.subplots(1, 2)
@@ -77,9 +77,11 @@ def _draw(total: Axes, share: Axes, line: ScalingLine, color: str) -> None:
     own = [(p.ranks, value, p.own_samples_per_s) for p, value in there if p.own_samples_per_s is not None]
     if own:
         dotted = {"linestyle": ":", "marker": "x"}
-        _plot(total, [(ranks, rate) for ranks, _, rate in own], f"{line.label}, if no rank waited", color, **dotted)
+        _plot(
+            total, [(ranks, rate) for ranks, _, rate in own], f"{line.label}, if ranks only computed", color, **dotted
+        )
         shares = [(ranks, 100 * value / rate) for ranks, value, rate in own]
-        _plot(share, shares, f"{line.label}, of no waiting", color, **dotted)
+        _plot(share, shares, f"{line.label}, of only computing", color, **dotted)
 
 
 def _plot(axes: Axes, points: Sequence[tuple[int, float]], label: str, color: str, **how: Any) -> None:
