@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -155,3 +156,28 @@ def test_an_interruption_is_not_kept_for_later() -> None:
     with pytest.raises(KeyboardInterrupt):
         reader.read_ahead()
     assert hand.handed == [(1,), "failed"]
+
+
+def _goes_on_alone() -> int:
+    """In each round another rank goes on while the rest are at something else that needs it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    reader = Reader(Hand(READS, rank, dist.new_group(list(range(size)))))
+    large = [f"{k} " + "x" * 5000 for k in range(size + 1)]
+    found = 0
+    for k, batch in enumerate(reader.batches(iter(large) if rank == READS else iter(()))):
+        found += batch == large[k]
+        if k == size:
+            break
+        reader.read_ahead()
+        until_s = time.monotonic() + 0.1
+        while rank == k and time.monotonic() < until_s:
+            reader.go_on()
+            time.sleep(0.01)
+        dist.all_reduce(torch.tensor(1.0))
+    reader.end()
+    return found
+
+
+def test_going_on_waits_for_nobody(ranks: WarmRanks) -> None:
+    """A broadcast reaches some ranks by way of others, who have not asked for it yet."""
+    assert ranks.run(4, _goes_on_alone, timeout=20) == [5] * 4

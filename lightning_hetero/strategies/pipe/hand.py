@@ -106,15 +106,23 @@ class Asked:
     def __init__(self, begin: Callable[[Tensor], tuple[Any, Tensor]]) -> None:
         self._begin = begin
         self._work, self._frame = begin(torch.empty(_FRAME, dtype=torch.uint8))
+        self._length = 0  # of frame and rest, once the frame has come
+        self._rest: tuple[Any, Tensor] | None = None
         self._skeleton: Any = None
         self._slots: list[_Slot] | None = None
         self._packed: tuple[Any, Tensor] | None = None
         self._values: list[Any] = []  # the one that came
 
     def go_on(self) -> None:
-        """Ask for the tensors, if the frame has come."""
+        """Ask for what comes next, as far as that is known; waits for nothing.
+
+        A broadcast may come by way of another rank, which asks for it when it goes on itself: that one may be in a
+        collective of the user's that needs this rank.
+        """
         if self._slots is None and self._work.is_completed():
-            self._open()
+            self._ask_for_rest()
+            if self._rest is None or self._rest[0].is_completed():
+                self._open()
 
     def take(self) -> Any:
         """Wait for the value; the same each time."""
@@ -124,15 +132,22 @@ class Asked:
             self._values.append(self._filled())
         return self._values[0]
 
-    def _open(self) -> None:
+    def _ask_for_rest(self) -> None:
+        if self._length:
+            return
         self._work.wait()
+        self._length = 8 + int.from_bytes(self._frame[:8].numpy().tobytes(), "little")
+        if self._length > _FRAME:
+            self._rest = self._begin(torch.empty(self._length - _FRAME, dtype=torch.uint8))
+
+    def _open(self) -> None:
+        self._ask_for_rest()
         framed = self._frame.numpy().tobytes()
-        length = 8 + int.from_bytes(framed[:8], "little")
-        if length > _FRAME:
-            work, rest = self._begin(torch.empty(length - _FRAME, dtype=torch.uint8))
+        if self._rest is not None:
+            work, rest = self._rest
             work.wait()
             framed += rest.numpy().tobytes()
-        self._skeleton = pickle.loads(framed[8:length])
+        self._skeleton = pickle.loads(framed[8 : self._length])
         self._slots = found_in(self._skeleton, _Slot)
         if self._slots:
             nbytes = sum(_padded(slot.nbytes) for slot in self._slots)
