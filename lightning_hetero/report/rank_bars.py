@@ -82,7 +82,7 @@ def rates_figure(run: Run) -> Figure:
         factor, unit = bytes_unit(memory)
         scaled = [None if value is None else factor * value for value in memory]
         _bars(panels[2], ranks, scaled, "peak memory", unit)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False, fontsize=9)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     head(figure, run, "What every rank did")
     return figure
 

@@ -35,6 +35,8 @@ def plot_speedup(results: Mapping[str, Any], path: str | os.PathLike[str]) -> No
     figure = Figure(figsize=(5.5 * len(cases), 4.8), layout="constrained")
     for axes, case in zip(figure.subplots(1, len(cases), squeeze=False)[0], cases, strict=True):
         _draw_case(axes, case)
+    if results.get("quick"):
+        figure.suptitle("--quick: one or two steps of each, which scatter", fontsize=9)
     save_figure(figure, path)
 
 

@@ -34,7 +34,7 @@ NAMES = {
     "B": "backward",
     "I": "backward, inputs",
     "W": "backward, parameters",
-    "idle": "waiting or communication",
+    "idle": "all else, as planned",
     "blocked": "waiting or communication",
     "messages": "waiting for messages",
     "rest": "rest (loss, hooks, Python)",
