@@ -15,6 +15,7 @@ _COLORS = ("#1f6feb", "#2a9d8f", "#e76f51", "#8d6a9f", "#e9c46a", "#457b9d", "#a
 _STOCK = "#9aa5b1"
 _OURS = "#1f6feb"
 _BAD = "#b00020"
+_MARKERS = ("o", "s", "^", "D", "v", "P")
 _HATCH = "//"  # of what is emulated
 _MIB = 2**20
 
@@ -107,12 +108,19 @@ def _scaling(axes: Axes, found: Mapping[str, Any]) -> None:
     for row in rows:
         if row["ranks"] > 1:
             lines.setdefault((row["model"], row["sharding"], row["emulated"]), []).append(row)
-    for index, ((model, sharding, emulated), points) in enumerate(lines.items()):
+    # a colour for each mode, a marker for each model: a colour for each line would come again
+    colors = dict(zip(dict.fromkeys(sharding for _, sharding, _ in lines), _COLORS * len(lines), strict=False))
+    markers = dict(zip(dict.fromkeys(model for model, _, _ in lines), _MARKERS * len(lines), strict=False))
+    for (model, sharding, emulated), points in lines.items():
         ranks = [1, *(row["ranks"] for row in points)]
         times = [1.0, *(row["efficiency"] * row["ranks"] for row in points)]
-        color = _COLORS[index % len(_COLORS)]
-        label = f"{model}, {sharding}{', EMULATED' if emulated else ''}"
-        axes.plot(ranks, times, marker="s" if emulated else "o", color=color, ls="--" if emulated else "-", label=label)
+        axes.plot(ranks, times, marker=markers[model], color=colors[sharding], ls="--" if emulated else "-", alpha=0.8)
+    for sharding, color in colors.items():
+        axes.plot([], [], color=color, label=sharding)
+    for model, marker in markers.items():
+        axes.plot([], [], color=_STOCK, marker=marker, ls="", label=model)
+    for emulated in sorted({emulated for _, _, emulated in lines}):
+        axes.plot([], [], color=_STOCK, ls="--" if emulated else "-", label="EMULATED" if emulated else "real ranks")
     most = max((row["ranks"] for row in rows), default=1)
     axes.plot([1, most], [1, most], color="black", lw=0.8, ls=":", label="ideal")
     axes.set_ylim(bottom=0)
@@ -120,7 +128,7 @@ def _scaling(axes: Axes, found: Mapping[str, Any]) -> None:
     axes.set_xlabel("ranks")
     axes.set_ylabel("throughput (one rank = 1)")
     axes.set_title("weak scaling, the same batch per rank", fontsize=10)
-    axes.legend(fontsize=7 if len(lines) > 6 else 8, frameon=False)
+    axes.legend(fontsize=8, frameon=False, loc="upper left")
 
 
 def _limits(axes: Axes, found: Mapping[str, Any]) -> None:
