@@ -98,7 +98,8 @@ def test_time_between_chained_steps_is_not_the_devices_unless_it_waited() -> Non
     assert min(taken["busy"]) == pytest.approx(2 * UNIT_S, abs=GAP_S / 2)
     assert min(taken["waited"]) == pytest.approx(2 * UNIT_S, abs=GAP_S / 2)
     # between the steps, and between their units, where the gap is
-    assert min(taken["hidden"]) == pytest.approx(2 * GAP_S, abs=GAP_S / 2)
+    # the most: where the machine woke a unit late, its host saw more of it
+    assert max(taken["hidden"]) == pytest.approx(2 * GAP_S, abs=GAP_S / 2)
     (forward, other) = made.report().phases
     assert {forward.late, other.late} == {0}
     assert forward.taken_s == pytest.approx(forward.target_s, rel=0.05)
