@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from lightning_hetero.cli import main
 from lightning_hetero.cluster import Cluster, Device, Link
 from lightning_hetero.costs import ModelCosts, UnitCost
 from lightning_hetero.metrics import RankFile, merge_rank_files
@@ -118,3 +119,42 @@ def write_run(
 def plan_of(where: Cluster, model: ModelCosts, sharding: str, samples: int) -> ShardPlan:
     """The plan of such a run."""
     return layout_plan(where, model, Training(samples * where.world_size), sharding)
+
+
+LARGE, SMALL = costs(1000), costs(100)
+RUNS = [(LARGE, "FULL_SHARD"), (LARGE, "HYBRID_4"), (SMALL, "FULL_SHARD"), (SMALL, "HYBRID_2"), (LARGE, "NO_SHARD")]
+
+
+def write_files(folder: Path) -> Path:
+    """Cluster and costs that runs are calibrated with."""
+    cluster().to_yaml(folder / "cluster.yaml")
+    LARGE.save(folder / "large.json")
+    SMALL.save(folder / "small.json")
+    return folder
+
+
+def calibrate(
+    files: Path,
+    runs: Sequence[Path],
+    *more: str,
+    where: str = "cluster.yaml",
+    models: Sequence[str] = ("large.json", "small.json"),
+) -> int:
+    """Run the command on runs."""
+    arguments = ["calibrate", *map(str, runs), "--cluster", str(files / where)]
+    for model in models:
+        arguments += ["--costs", str(files / model)]
+    return main([*arguments, "--out", str(files / "calibration.json"), *more])
+
+
+def found(files: Path) -> Calibration:
+    """What it has written."""
+    return Calibration.load(files / "calibration.json")
+
+
+def several(files: Path, world: World, runs: Sequence[tuple[ModelCosts, str]] = RUNS, samples: int = 2) -> list[Path]:
+    """Runs of models and shardings in a world, written."""
+    return [
+        write_run(files / f"run-{index}", world, cluster(), model, sharding, samples, seed=index)
+        for index, (model, sharding) in enumerate(runs)
+    ]
