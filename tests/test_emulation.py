@@ -220,6 +220,18 @@ def test_short_units_that_nothing_makes_up_for_are_late(monkeypatch: pytest.Monk
     assert paced.emulation.report().late_s == pytest.approx(2 * 3 * 1.5e-3, rel=0.05)
 
 
+@pytest.mark.parametrize(("compute_ms", "late"), [(0.15, 1), (0.07, 0)])
+def test_a_step_whose_target_is_a_moment_is_late_by_more_than_that(
+    compute_ms: float, late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paced = Paced(monkeypatch, 0.05, 0.05)
+    with paced.emulation.step(samples=1):
+        paced.unit(0, compute_ms)
+        paced.unit(1, compute_ms)
+    # 0.1 ms of targets; 0.2 ms or 0.04 ms more than that
+    assert paced.late() == [late, late]
+
+
 def test_a_step_owes_nothing_to_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     paced = Paced(monkeypatch, 20)
     paced.clock.late_s = 0.005
