@@ -274,7 +274,11 @@ def test_a_plan_of_another_cluster_or_model_is_refused(files, capsys):
 
 def test_devices_on_a_command_line():
     assert len(devices_of("3xslow", "n", CLUSTER)) == 3
-    assert devices_of("1xfast@5TFLOP/s", "n", CLUSTER)[0].speed_flops_per_s == 5e12
+    assert devices_of("1xfast@2TFLOP/s", "n", CLUSTER) == [replace(CLUSTER.devices[0], node="n")]
+    with pytest.raises(HeteroError, match=r"fast of cluster 'two-kinds' has .*FLOP/s, and plans take one speed for"):
+        devices_of("1xfast@5TFLOP/s", "n", CLUSTER)
+    with pytest.raises(HeteroError, match=r"fast of cluster 'c' has no speed, and plans take"):
+        devices_of("1xfast@5TFLOP/s", "n", Cluster("c", (Device("fast", "a", 1 << 30, None),)))
     known = devices_of("2x NVIDIA L4@40 TFLOP/s", "n", CLUSTER)[0]
     assert (known.type, known.memory_bytes, known.node) == ("L4", 24 * 10**9, "n")
     with pytest.raises(HeteroError, match=r"the speed of L4 is not known: write what it reaches, such as 2xL4@100"):

@@ -11,7 +11,7 @@ from lightning_hetero.cluster.bundled_clusters import bundled_names
 from lightning_hetero.cluster.peaks import near_names, preset_for
 from lightning_hetero.costs import ModelCosts
 from lightning_hetero.errors import HeteroError
-from lightning_hetero.units import parse_flops_per_s
+from lightning_hetero.units import format_flops_per_s, parse_flops_per_s
 
 _DEVICES = re.compile(r"([1-9][0-9]*)x([^@]+?)(?:@(.+))?")
 
@@ -30,8 +30,8 @@ def add_cluster_argument(parser: argparse.ArgumentParser) -> None:
 def devices_of(text: str, node: str, cluster: Cluster, costs: ModelCosts | None = None) -> list[Device]:
     """The devices of a node to be added, from ``8xA100-80GB`` or ``4xL4@40TFLOP/s``.
 
-    A type that the cluster has is taken as there. Of another one memory is the known type's, and speed what is written
-    behind the ``@``, unless the costs have its seconds.
+    A type that the cluster has is taken as there; it has no second speed. Of another one memory is the known type's,
+    and speed what is written behind the ``@``, unless the costs have its seconds.
 
     Args:
         text: number, type and, where it is needed, speed.
@@ -40,7 +40,8 @@ def devices_of(text: str, node: str, cluster: Cluster, costs: ModelCosts | None 
         costs: whose seconds may stand in for a speed.
 
     Raises:
-        HeteroError: if the text cannot be read, or memory or speed are not known, with what to write.
+        HeteroError: if the text cannot be read, memory or speed are not known, or the cluster has the type with another
+            speed; with what to write.
     """
     found = _DEVICES.fullmatch(text.strip())
     if found is None:
@@ -53,8 +54,13 @@ def devices_of(text: str, node: str, cluster: Cluster, costs: ModelCosts | None 
         raise HeteroError(f"{text!r}: {error}") from None
     like = next((device for device in cluster.devices if device.type == kind), None)
     if like is not None:
-        device = replace(like, node=node, uuid=None)
-        return [device if speed is None else replace(device, speed_flops_per_s=speed)] * count
+        if speed not in (None, like.speed_flops_per_s):
+            has = "no speed" if like.speed_flops_per_s is None else format_flops_per_s(like.speed_flops_per_s)
+            raise HeteroError(
+                f"{text!r}: {kind} of cluster {cluster.name!r} has {has}, and plans take one speed for each type: "
+                "leave the speed out, or write a cluster file that gives these devices a type of their own"
+            )
+        return [replace(like, node=node, uuid=None)] * count
     if preset is None:
         near = near_names(kind)
         hint = f"; nearest known ones: {', '.join(near)}" if near else ""
