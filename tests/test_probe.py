@@ -54,19 +54,42 @@ def test_a_line_through_small_peaks_is_not_believed():
     assert found.samples == max(tried) == 22  # 90 kB of 0.9 x 200 kB are free, and a sample takes 4
 
 
-def test_what_summing_over_groups_adds_is_the_difference_of_medians():
+def test_what_is_beside_computing_is_measured_where_all_ranks_compute_for_as_long():
+    """This rank's share is half of what an even split gives it; medians count."""
     beside = {
-        "plain": iter([9.0] * 2 + [0.3, 0.3, 0.1, 0.3, 0.3, 0.2, 0.3, 0.3, 0.9]),
+        "plain": iter([9.0] * 3 + [0.0, 0.0, 5.0] * 3 + [0.1, 0.2, 0.9]),
         "crossing": iter([0.5, 0.4, 3.0]),
     }
+    ran: dict[str, list[int]] = {"plain": [], "crossing": []}
 
     def run(samples: int, kind: str = "plain") -> StepMeasurement:
-        return StepMeasurement(0.1 * samples, None, 0.1 * samples + next(beside[kind]), input_s=0.02 * samples)
+        ran[kind].append(samples)
+        return StepMeasurement(0.1 + 0.1 * samples, None, 0.1 + 0.1 * samples + next(beside[kind]), 0.02 * samples)
 
-    found = measure_rank(run, 2, run_crossing=lambda samples: run(samples, "crossing"))
+    def share_of(s_per_sample: float) -> float:
+        assert s_per_sample == pytest.approx(0.1)
+        return 2.2
+
+    found = measure_rank(run, 4, run_crossing=lambda samples: run(samples, "crossing"), share_of=share_of)
+    assert (ran["plain"][-3:], ran["crossing"]) == ([2] * 3, [2] * 3)
     assert found.overhead_s == pytest.approx(0.2)
-    assert found.crossing_s == pytest.approx(0.3)
+    assert found.crossed_s == pytest.approx(0.5)
     assert found.input_s_per_sample == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(("share", "runs"), [(0.2, 1), (12.0, 12), (30.0, 20), (500.0, 20)])
+@pytest.mark.parametrize("seconds", [False, True])
+def test_a_share_is_run_as_far_as_memory_and_the_budget_allow(share, runs, seconds):
+    tried: list[int] = []
+
+    def run(samples: int) -> StepMeasurement:
+        tried.append(samples)
+        return StepMeasurement((0.1 if seconds else 0.001) * samples, 1000 + (0 if seconds else 10) * samples)
+
+    capacity = 10**9 if seconds else round((1000 + 10 * 20) / MEMORY_SHARE) + 1
+    found = measure_rank(run, 8, capacity_bytes=capacity, resident_bytes=1000, share_of=lambda _: share)
+    assert tried[-3:] == [runs] * 3
+    assert (found.samples, found.crossed_s) == (8, None)
 
 
 @pytest.mark.parametrize(

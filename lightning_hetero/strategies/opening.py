@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -134,6 +135,7 @@ class Opening:
             capacity_bytes=strategy.cluster.devices[strategy.global_rank].memory_bytes,
             resident_bytes=planning.local_bytes(self._module.parameters()),
             run_crossing=first.measure_crossing if strategy.gradients.crosses else None,
+            share_of=lambda own_s: self._share(own_s, max_samples * strategy.world_size),
             run_accumulating=first.measure_accumulating,
         )
         first.forget_gradients()
@@ -141,6 +143,13 @@ class Opening:
         if key is not None:
             cache.store(key, asdict(own))
         return own
+
+    def _share(self, s_per_sample: float, global_batch_size: int) -> float:
+        """Return this rank's samples of a global batch that is split by speed (a collective)."""
+        every = [row[0] for row in self._strategy.gather_vector([s_per_sample])]
+        if min(every) <= 0:  # computes in no time that a clock tells
+            return global_batch_size / len(every)
+        return global_batch_size / s_per_sample / math.fsum(1 / each for each in every)
 
     def _optimizer_s(self) -> float | None:
         """Return what a step of the optimizer takes on this rank (a collective); None where that is not known."""

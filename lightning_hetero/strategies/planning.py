@@ -48,6 +48,7 @@ def pool_measurements(
             median = statistics.median(per_sample[r] for r in alike)
             for r in alike:
                 per_sample[r] = median
+    overhead_s = _least_of_groups([m.overhead_s for m in measured], groups or [range(len(measured))])
     base = [m.base_bytes for m in measured]
     growth = [m.bytes_per_sample for m in measured]
     counted = all(b is not None for b in base) and all(g is not None for g in growth)
@@ -57,8 +58,8 @@ def pool_measurements(
         tuple(b for b in base if b is not None) if counted else None,
         tuple(g for g in growth if g is not None) if counted else None,
         tuple(m.accumulating_bytes for m in measured),
-        _least_of_groups([m.overhead_s for m in measured], groups or [range(len(measured))]),
-        _once(measured),
+        overhead_s,
+        _once(measured, overhead_s),
     )
 
 
@@ -68,11 +69,12 @@ def _least_of_groups(seconds: Sequence[float], groups: Sequence[Sequence[int]]) 
     return tuple(least[rank] for rank in range(len(seconds)))
 
 
-def _once(measured: Sequence[RankMeasurement]) -> OncePerStep:
+def _once(measured: Sequence[RankMeasurement], overhead_s: Sequence[float]) -> OncePerStep:
     steps = [m.optimizer_s for m in measured]
+    crossed = [m.crossed_s - own_s for m, own_s in zip(measured, overhead_s, strict=True) if m.crossed_s is not None]
     return OncePerStep(
-        # as above: others wait for the slowest group
-        crossing_s=min(m.crossing_s for m in measured),
+        # as above: of the slowest group, for which others wait
+        crossing_s=max(0.0, min(crossed, default=0.0)),
         optimizer_s=None if None in steps else max(step for step in steps if step is not None),
         input_s_per_sample=max(m.input_s_per_sample for m in measured),
     )

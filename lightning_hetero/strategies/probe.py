@@ -6,7 +6,7 @@ The times are those of the model's units (UnitTimer): a rank's own speed, though
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 REPEATS = 3
@@ -33,9 +33,10 @@ class RankMeasurement:
             resident; None where none is counted.
         bytes_per_sample: what each sample adds to the peak; None where none is counted.
         overhead_s: what a step takes beside the units, waiting for others included: communication, and Python; the
-            median of the larger steps.
+            median of steps in which all ranks compute for about as long.
         accumulating_bytes: what a micro-batch that adds to gradients holds beside that.
-        crossing_s: by how much a step takes longer whose gradients are summed over all groups, waiting included.
+        crossed_s: as ``overhead_s``, of steps whose gradients are summed over all groups; None where that is no more
+            than every step does. Groups are then not made to wait for one another by ``overhead_s``.
         input_s_per_sample: to read and collate a sample, where nobody does so ahead.
         optimizer_s: of one step of the optimizer on the rank's shards; None where it was not measured.
     """
@@ -47,7 +48,7 @@ class RankMeasurement:
     bytes_per_sample: float | None = None
     overhead_s: float = 0.0
     accumulating_bytes: int = 0
-    crossing_s: float = 0.0
+    crossed_s: float | None = None
     input_s_per_sample: float = 0.0
     optimizer_s: float | None = None
 
@@ -77,6 +78,7 @@ def measure_rank(
     capacity_bytes: int | None = None,
     resident_bytes: int = 0,
     run_crossing: Callable[[int], StepMeasurement] | None = None,
+    share_of: Callable[[float], float] | None = None,
     run_accumulating: Callable[[int], StepMeasurement] | None = None,
 ) -> RankMeasurement:
     """Time steps of two sizes and fit ``fixed + per sample``.
@@ -87,11 +89,13 @@ def measure_rank(
     Args:
         run: runs one forward and backward of so many samples.
         max_samples: never run more; the same on every rank.
-        budget_s: how long the larger step may take; its size is chosen so, from a step of one or two samples. Two
+        budget_s: how long the longer steps may take; their size is chosen so, from a step of one or two samples. Two
             samples are run whatever they take, since one size alone gives no line.
         capacity_bytes: memory of the device; where peaks are known, no step is tried that might not fit it.
         resident_bytes: bytes that are there however few samples run (the rank's shards of the parameters).
         run_crossing: as ``run``, with gradients summed over all groups; None where that is no more than ``run`` does.
+        share_of: returns how many samples of a global batch this rank has if it is split by speed, given what one takes
+            it (a collective); by default as many as the larger step.
         run_accumulating: as ``run``, adding to the gradients of the step before; None where no step has micro-batches.
 
     Returns:
@@ -110,15 +114,22 @@ def measure_rank(
         large.append(run(samples))
     step_s = min(m.busy_s for m in large)
     fixed_s = _intercept(few, min(m.busy_s for m in small), samples, step_s)
-    crossed = [] if run_crossing is None else [run_crossing(samples) for _ in range(REPEATS)]
+    # side by side as in training: a rank that others wait for finds cores and links free, and gradients of other groups
+    s_per_sample = (step_s - fixed_s) / samples
+    share = samples if share_of is None else min(share_of(s_per_sample), budget_s / max(s_per_sample, 1e-9))
+    paced = max(1, int(min(round(share), _known_to_fit(samples, large[-1], limit_bytes, resident_bytes))))
+    beside_s = statistics.median(run(paced).beside_s for _ in range(REPEATS))
+    crossed_s = None
+    if run_crossing is not None:
+        crossed_s = statistics.median(run_crossing(paced).beside_s for _ in range(REPEATS))
     room_bytes = limit_bytes + resident_bytes
     found = RankMeasurement(
         samples,
         step_s,
         fixed_s,
         # what is typical, since it is in every step: the least would be too little
-        overhead_s=statistics.median(m.beside_s for m in large),
-        crossing_s=_difference_s(crossed, large),
+        overhead_s=beside_s,
+        crossed_s=crossed_s,
         input_s_per_sample=min(m.input_s for m in large) / samples,
         accumulating_bytes=_accumulating_bytes(run_accumulating, (few, small[-1]), (samples, large[-1]), room_bytes),
     )
@@ -147,11 +158,10 @@ def _accumulating_bytes(
     return more_bytes(*(many if (many[1].peak_bytes or 0) + of_few <= room_bytes else few))
 
 
-def _difference_s(with_it: Sequence[StepMeasurement], without: Sequence[StepMeasurement]) -> float:
-    """By how much steps take longer beside their units; 0 where there are none of the first."""
-    if not with_it:
-        return 0.0
-    return max(0.0, statistics.median(m.beside_s for m in with_it) - statistics.median(m.beside_s for m in without))
+def _known_to_fit(samples: int, step: StepMeasurement, limit_bytes: float, resident_bytes: int) -> float:
+    """Return how many samples fit for sure, by one step's peak: what is not resident grows no faster than they do."""
+    transient = 0 if step.peak_bytes is None else max(0, step.peak_bytes - resident_bytes)
+    return samples * limit_bytes / transient if transient else float("inf")
 
 
 def _rungs(max_samples: int) -> int:
@@ -175,8 +185,7 @@ def _climb(
     """
 
     def known_to_fit() -> int:
-        transient = 0 if step.peak_bytes is None else max(0, step.peak_bytes - resident_bytes)
-        return min(wanted, int(samples * limit_bytes / transient)) if transient else wanted
+        return int(min(wanted, _known_to_fit(samples, step, limit_bytes, resident_bytes)))
 
     for _ in range(rungs):
         if 2 * samples <= known_to_fit() < wanted:
