@@ -111,7 +111,7 @@ def around_fetches(
     """Have ``before`` and ``after`` called around each time that the fit asks its loader for a batch.
 
     ``_on_before_fetch`` and ``_on_after_fetch`` of the epoch loop are what Lightning's profiler hears it by; no
-    callback's hook does. From 2.6 on the ranks agree on signals before each fetch (``_broadcast_sigterm_tensor``),
+    callback's hook does. From 2.5.2 on the ranks agree on signals before each fetch (``_broadcast_sigterm_tensor``),
     where they wait for rank 0: ``waiting`` is entered around that.
 
     Returns:

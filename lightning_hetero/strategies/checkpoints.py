@@ -26,6 +26,11 @@ STATE_KEY = "lightning_hetero"
 """key of the checkpoint under which the global batch size, the shares and how they moved are kept"""
 
 
+def _if_given(weights_only: bool | None) -> dict[str, bool]:
+    # before Lightning 2.6 readers do not know the argument, nor do plugins that were written then
+    return {} if weights_only is None else {"weights_only": weights_only}
+
+
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes local files under a temporary name beside their own and renames them when they are whole.
 
@@ -42,7 +47,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
         """Read ``path``, by memory map where it is a local file."""
         if "://" in str(path):
-            return super().load_checkpoint(path, map_location=map_location, weights_only=weights_only)
+            return super().load_checkpoint(path, map_location=map_location, **_if_given(weights_only))
         if not Path(path).is_file():
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
         return state_io.read_file(Path(path), weights_only)
@@ -127,7 +132,7 @@ class Checkpoints(ABC):
         return kept
 
     def _read_file(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        return self._strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        return self._strategy.checkpoint_io.load_checkpoint(path, **_if_given(weights_only))
 
     @abstractmethod
     def model_state(self) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def on_sigterm(trainer: pl.Trainer, note: Callable[[], None]) -> Callable[..., N
     """Have a SIGTERM noted and handed on to the ranks that this process launched, and nothing else, from now on.
 
     ``_SignalConnector._sigterm_notifier_fn`` is what the Trainer puts in the signal's place when it begins to run. From
-    2.6 on it broadcasts from within the handler, on a process group that is in use.
+    2.5.2 on it broadcasts from within the handler, on a process group that is in use.
 
     Returns:
         The handler, for a signal that was heard otherwise; only its first call does something.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""torch 2.14 renamed it"""
+"""torch 2.13 renamed it"""
 
 
 class OverlappedReduceScatter:

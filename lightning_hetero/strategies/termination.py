@@ -1,6 +1,6 @@
 """SIGTERM ends all ranks after the same batch.
 
-Lightning broadcasts from within the signal's handler (2.6): a rank that is interrupted in mid-step then waits in that
+Lightning (from 2.5.2 on) broadcasts within the signal's handler: a rank that is interrupted in mid-step waits in that
 broadcast for ranks that wait for it in another collective. Here the handler only notes the signal. Threads agree on a
 batch through the process group's store, so that no rank's training has to get anywhere for it: each says how many
 batches its rank has ended, and all end after the next one that none has ended yet.

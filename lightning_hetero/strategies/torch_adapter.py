@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining._backward import stage_backward_input
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
@@ -53,8 +53,12 @@ def finish_backward(root: FSDPModule) -> None:
 
     ``FSDPState._root_post_backward_final_callback`` is what FSDP2 queues for the end of a backward by hooks on what
     wrapped modules returned; a root within its forward has returned nothing. A second call finds nothing left to do.
+    From torch 2.13 on it says that no forward of the root is at hand any more: else, on CUDA, what is gathered next
+    does not wait for the optimizer's step.
     """
-    root._get_fsdp_state()._root_post_backward_final_callback()
+    state: Any = root._get_fsdp_state()
+    state._root_post_backward_final_callback()
+    state._state_ctx.iter_forward_root = None
 
 
 def reshard(root: nn.Module) -> None:
@@ -102,22 +106,23 @@ def abort_process_group() -> None:
         dist.destroy_process_group()
 
 
-def backward_of_inputs(
-    roots: Sequence[Tensor], gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], weights: Sequence[Tensor]
-) -> Any:
+def first_half_of_backward(
+    roots: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]
+) -> list[dict[str, Any]]:
     """Run the half of a backward that finds the gradients of ``inputs``; return what the other half needs.
 
     ``torch.distributed.pipelining._backward`` splits a backward without computing anything twice, for torch's own
-    zero-bubble schedules; torch has no public form of it (torch 2.11 to 2.14).
+    zero-bubble schedules; torch has no public form of it (torch 2.11 to 2.14). All roots must need some of the inputs,
+    and all inputs must be needed: before 2.13 it raises else, and later ones leave gradients of parameters out.
+
+    Returns:
+        Per set of parameters ("params") the nodes where the graph of inputs branches off to them ("intermediates"), and
+        what came in there, for each of a node's outputs ("grads").
     """
-    into = [torch.ones_like(root) if grad is None else grad for root, grad in zip(roots, gradients, strict=True)]
-    _, halves = stage_backward_input(list(roots), into, list(inputs), iter(cast(Sequence[nn.Parameter], weights)))
+    _, halves = stage_backward_input(
+        list(roots), list(gradients), list(inputs), iter(cast(Sequence[nn.Parameter], weights))
+    )
     return halves
-
-
-def backward_of_weights(weights: Sequence[Tensor], halves: Any) -> None:
-    """Run the other half: the gradients of ``weights`` are added to those that are there."""
-    stage_backward_weight(iter(cast(Sequence[nn.Parameter], weights)), halves)
 
 
 def in_backward() -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_hetero.models.chain import ChainUnit, Values, run_unit
-from lightning_hetero.strategies import torch_adapter
+from lightning_hetero.strategies.pipe.halves import Halves
 from lightning_hetero.strategies.pipe.randomness import Draws
 
 
@@ -119,15 +119,15 @@ class Stage:
             flight.halves = roots, into  # the first stage has nobody to send to: all is its second half's
             return {}
         leaves = [leaf for leaf in flight.leaves.values() if leaf is not None]
-        flight.halves = torch_adapter.backward_of_inputs(roots, into, leaves, self._trained())
+        flight.halves = Halves.after_inputs(roots, into, leaves, self._trained())
         flight.handed_on, flight.loss = {}, None
         return _gradients_of(flight.leaves)
 
     def backward_weights(self, micro_batch: int) -> None:
         """The second half: gradients of parameters."""
         flight = self._flights.pop(micro_batch)
-        if flight.leaves:
-            torch_adapter.backward_of_weights(self._trained(), flight.halves)
+        if isinstance(flight.halves, Halves):
+            flight.halves.finish()
             return
         roots, into = flight.halves
         if roots:
