@@ -64,7 +64,7 @@ def test_the_cpu_runs_fused_attention_and_it_is_counted() -> None:
     def step() -> None:
         F.scaled_dot_product_attention(q, k, v).sum().backward()
 
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         forward = count_flops(F.scaled_dot_product_attention, q, k, v)
         both = count_flops(step)
     seen = [event.name for event in profile.events()]
