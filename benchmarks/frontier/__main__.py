@@ -120,7 +120,7 @@ def environment() -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = parse_arguments(arguments)
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=150)
     constants = fit() if options.fit else machine.FITTED
     begin = perf_counter()
     with console.status("simulating"):

@@ -127,7 +127,7 @@ def _describe(case: Case) -> dict[str, Any]:
 def main() -> int:
     """Run the command line; returns the exit status."""
     options = parse_arguments()
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=150)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         parts = cases(options.cluster, options.quick)

@@ -188,7 +188,7 @@ def _made(results: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 def main() -> int:
     """Run the command line; returns 1 where something was unlike computed."""
     options = parse_arguments()
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=150)
     known = []
     if options.case and options.out is not None and options.out.exists():
         known = read_json(options.out, "results file", HeteroError, "leave --case out")["cases"]
