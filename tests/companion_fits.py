@@ -280,6 +280,10 @@ class EveryStep(pl.Callback):
         trainer.save_checkpoint(f"{self.folder}/step={trainer.global_step}.ckpt")
 
 
+HAS_AVERAGES = hasattr(callbacks, "EMAWeightAveraging")
+"""before Lightning 2.6 there are none but stochastic ones"""
+
+
 def ema(**options: Any) -> pl.Callback:
     callback: pl.Callback = callbacks.EMAWeightAveraging(decay=0.8, **options)
     return callback
@@ -351,6 +355,8 @@ CASES: dict[str, tuple[Callable[[], Any], Options]] = {
     "a number of steps": (Double, lambda: {"max_epochs": -1, "max_steps": 9, "val_check_interval": 3}),
     "a single batch": (Double, lambda: {"fast_dev_run": True}),
 }
+if not HAS_AVERAGES:
+    CASES = {name: case for name, case in CASES.items() if not name.startswith("averages")}
 
 
 def train(shares: tuple[int, ...] | None, name: str, groups: Groups = ()) -> dict[str, Any]:
