@@ -88,14 +88,15 @@ def measure_rank(
 
     Args:
         run: runs one forward and backward of so many samples.
-        max_samples: never run more; the same on every rank.
+        max_samples: the most that is timed; the same on every rank.
         budget_s: how long the longer steps may take; their size is chosen so, from a step of one or two samples. Two
             samples are run whatever they take, since one size alone gives no line.
         capacity_bytes: memory of the device; where peaks are known, no step is tried that might not fit it.
         resident_bytes: bytes that are there however few samples run (the rank's shards of the parameters).
         run_crossing: as ``run``, with gradients summed over all groups; None where that is no more than ``run`` does.
         share_of: returns how many samples of a global batch this rank has if it is split by speed, given what one takes
-            it (a collective); by default as many as the larger step.
+            it (a collective): with so many, as far as they fit and the budget allows, communication is timed. By
+            default as many as the larger step has.
         run_accumulating: as ``run``, adding to the gradients of the step before; None where no step has micro-batches.
 
     Returns:

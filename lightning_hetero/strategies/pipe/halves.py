@@ -102,7 +102,7 @@ def _gradients_of_branch(branch: dict[str, Any]) -> tuple[list[Any], Sequence[Te
     came_in = [(node, grads) for node, grads in zip(branching, grads_in, strict=True) if grads]
     edges = [(GradientEdge(node, i), grad) for node, grads in came_in for i, grad in enumerate(grads)]
     edges = [(edge, grad) for edge, grad in edges if grad is not None]
-    several = len(came_in) > 1
+    several = len(branching) > 1
     # what comes down from one of these nodes to another is in what that one got already
     hooks = [node.register_prehook(lambda _, own=grads: own) for node, grads in came_in if several]
     nodes = list(branch["params"])
