@@ -14,14 +14,13 @@ from lightning_hetero.plan import Pipeline, PipelinePlan
 from lightning_hetero.schedule import Schedule
 from lightning_hetero.strategies.pipe.gradients import OwnedGradients
 from lightning_hetero.strategies.pipe.hand import Hand
+from lightning_hetero.strategies.pipe.lines import Lines, MakeGroup
 from lightning_hetero.strategies.pipe.mail import Mail
 from lightning_hetero.strategies.pipe.placement import Placement, unit_with
 from lightning_hetero.strategies.pipe.reading import Reader
 from lightning_hetero.strategies.pipe.routes import Routes
 from lightning_hetero.strategies.pipe.runtime import PipelineRuntime
 from lightning_hetero.strategies.pipe.stage import Stage
-
-MakeGroup = Callable[..., Any]
 
 
 class Assembly:
@@ -60,7 +59,7 @@ class Assembly:
         owners = placement.owners()
         placement.keep(self.membership.units_of(rank), device)
         self.recomputes = any(self.own.stages[stage].activation_checkpointing for stage in stages)
-        self._make_hands(make_group)
+        self._make_hands(device, make_group)
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self.gradients = self._gradients(owners, make_group)
         self.runtime = self._runtime(stages, device, make_group)
@@ -92,14 +91,19 @@ class Assembly:
 
     # -- made once -----------------------------------------------------------------------------------------------------
 
-    def _make_hands(self, make_group: MakeGroup) -> None:
-        """Groups over which a pipeline's ranks, and the idle ones with the first, get its batches and outputs."""
+    def _make_hands(self, device: torch.device, make_group: MakeGroup) -> None:
+        """Groups over which a pipeline's ranks, and the idle ones with the first, get its batches and outputs.
+
+        They are of gloo. Beside NCCL they have that too: ranks that are outside of a group take part in making it as if
+        it had, and those that are in it must not do otherwise.
+        """
+        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
         self.first_hand = self.last_hand = Hand(self.rank, self.rank, None)
         self.reader = Reader(self.last_hand)
         for index, pipeline in enumerate(self.plan.pipelines):
             ranks = self.membership.hand_ranks(index)
             group, group_to_read = (
-                (make_group(ranks, backend="gloo"), make_group(ranks, backend="gloo"))
+                (make_group(ranks, backend=backend), make_group(ranks, backend=backend))
                 if len(ranks) > 1
                 else (None, None)
             )
@@ -126,16 +130,22 @@ class Assembly:
 
     def _runtime(self, stages: Sequence[int], device: torch.device, make_group: MakeGroup) -> PipelineRuntime | None:
         # every group is made on every rank
-        groups = [
-            (make_group(each.ranks), make_group(each.ranks)) if len(each.ranks) > 1 else (None, None)
-            for each in self.plan.pipelines
+        routes_of = [Routes.of(self.placement.chain, borders) for borders in self.borders]
+        lines = [
+            Lines(
+                each.ranks,
+                [(each.rank_of(way.source), each.rank_of(way.target)) for way in routes.all],
+                device,
+                make_group,
+            )
+            for each, routes in zip(self.plan.pipelines, routes_of, strict=True)
         ]
         if not self.takes_part:
             return None
         borders = self.borders[self.pipeline]
-        routes = Routes.of(self.placement.chain, borders)
+        routes = routes_of[self.pipeline]
         rank_of = [self.own.rank_of(stage) for stage in range(len(self.own.stages))]
-        mail = Mail(rank_of, self.rank, device, groups[self.pipeline])
+        mail = Mail(rank_of, self.rank, device, lines[self.pipeline])
         made = {stage: self._stage(stage, borders[stage], routes) for stage in stages}
         return PipelineRuntime(self.placement.chain, routes, made, rank_of, self.rank, mail)
 

@@ -7,8 +7,8 @@ micro-batch; the first message for each shape says so in a header, and later one
     sender      header (first time only) | tensor | tensor ...          isend, kept until it is done
     receiver    header (first time only) | irecv of what is known       posted while the rank computes
 
-Forward and backward messages have groups of their own, so that on NCCL they do not wait for each other. Between two
-ranks messages of one direction are received in the order in which they are sent; one that is for a later action of
+What groups they go over, so that none waits for another that needs it, is :mod:`~.lines`'s affair. Between two ranks
+messages of one direction are received in the order in which they are sent; one that is for a later action of
 another stage of the receiver waits there.
 """
 
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.models.chain import Values
+from lightning_hetero.strategies.pipe.lines import Lines
 
 _AHEAD = 1
 """messages of each sender whose receives are posted before they are asked for, besides the one at hand"""
@@ -71,6 +72,11 @@ class Letter:
     micro_batch: int
     forward: bool = True
 
+    @property
+    def skips(self) -> bool:
+        """Whether it goes past a stage."""
+        return abs(self.target - self.source) != 1
+
 
 @dataclass
 class _Posted:
@@ -106,18 +112,18 @@ class Mail:
         rank_of: the rank of each stage.
         rank: this rank.
         device: where received tensors go.
-        groups: process groups of the forward and of the backward messages; None is the default group.
+        lines: the process groups of the messages.
     """
 
-    def __init__(self, rank_of: Sequence[int], rank: int, device: torch.device, groups: tuple[Any, Any]) -> None:
+    def __init__(self, rank_of: Sequence[int], rank: int, device: torch.device, lines: Lines) -> None:
         self._rank_of = tuple(rank_of)
         self._rank = rank
         self._device = device
-        self._groups = {True: groups[0], False: groups[1]}
+        self._lines = lines
         self._known: dict[Hashable, Specs] = {}
         self._shapes: Sequence[Hashable] = ()
         self._inboxes: dict[tuple[int, bool], _Inbox] = {}
-        self._sent: defaultdict[tuple[int, bool], deque[_Sent]] = defaultdict(deque)
+        self._sent: defaultdict[tuple[int, bool, bool], deque[_Sent]] = defaultdict(deque)
         self._answered = False
         self._at_home: dict[Letter, Values] = {}
         self._early: dict[Letter, _Posted] = {}
@@ -163,11 +169,12 @@ class Mail:
             return
         tensors = self._header(letter, values) if letter.forward else []
         tensors += [value.detach().contiguous() for value in values.values() if value is not None]
-        group, tag = self._groups[letter.forward], self._tag(letter)
+        group, tag = self._lines.of(self._rank, to, letter.forward), self._tag(letter)
         works = [dist.isend(tensor, to, group=group, tag=tag) for tensor in tensors]
-        outbox = self._sent[to, letter.forward]
+        outbox = self._sent[to, letter.forward, letter.skips]
         outbox.append(_Sent(letter, works, tensors))
-        if not (letter.forward and self._answered):
+        # what skips stages is read when those between have run, on this rank too where it has several
+        if not (letter.forward and self._answered) and not letter.skips:
             while len(outbox) > _UNWAITED:
                 outbox.popleft().wait()
 
@@ -232,7 +239,7 @@ class Mail:
 
     def _drop_answered(self, source: int, answer: Letter) -> None:
         """Let go of the values whose gradients have come: they have left (gloo does not say so without a wait)."""
-        outbox = self._sent[source, True]
+        outbox = self._sent[source, True, answer.skips]
         for sent in outbox:
             same = (sent.letter.target, sent.letter.source, sent.letter.micro_batch)
             if same == (answer.source, answer.target, answer.micro_batch):
@@ -252,7 +259,7 @@ class Mail:
         specs = self._specs(letter)
         if specs is None:
             specs = self._known[self._key(letter)] = self._receive_header(letter, source)
-        group, tag = self._groups[forward], self._tag(letter)
+        group, tag = self._lines.of(source, self._rank, forward), self._tag(letter)
         values: Values = {}
         works = []
         for name, spec in specs.items():
@@ -266,7 +273,7 @@ class Mail:
 
     def _receive_header(self, letter: Letter, source: int) -> Specs:
         size = torch.zeros(1, dtype=torch.int64, device=self._device)
-        group, tag = self._groups[True], self._tag(letter)
+        group, tag = self._lines.of(source, self._rank, True), self._tag(letter)
         self._wait([dist.irecv(size, source, group=group, tag=tag)])
         content = torch.empty(int(size.item()), dtype=torch.uint8, device=self._device)
         self._wait([dist.irecv(content, source, group=group, tag=tag)])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,14 +14,13 @@ from torch import Tensor
 
 from lightning_hetero.cluster import Cluster, Link
 from lightning_hetero.models.chain import Values
+from lightning_hetero.strategies.pipe.lines import Lines, MakeGroup
 from lightning_hetero.strategies.pipe.mail import Letter, Mail
 
 REPEATS = 9
 """times that a message goes through all ranks and back, after one that tells what it looks like"""
 
 SMALL_BYTES, LARGE_BYTES = 2**10, 2**21
-
-MakeGroup = Callable[..., Any]
 
 
 def with_measured_links(cluster: Cluster, rank: int, device: torch.device, make_group: MakeGroup) -> Cluster:
@@ -51,17 +50,17 @@ def with_measured_links(cluster: Cluster, rank: int, device: torch.device, make_
 
 
 def _link(ranks: Sequence[int], rank: int, device: torch.device, make_group: MakeGroup) -> Link:
-    groups = make_group(ranks), make_group(ranks)
+    lines = Lines(ranks, itertools.pairwise(ranks), device, make_group)
     own: tuple[float, float] | None = None
     if rank in ranks:
-        mail = Mail(ranks, rank, device, groups)
+        mail = Mail(ranks, rank, device, lines)
         small_s, large_s = (_seconds(mail, rank, ranks, size, device) for size in (SMALL_BYTES, LARGE_BYTES))
         if rank == ranks[0]:
             own = small_s, large_s
     every: list[tuple[float, float] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(every, own)
-    for group in groups:
-        if rank in ranks:
+    for group in lines.groups:
+        if group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
     # the first rank has seen the whole way
     small_s, large_s = next(each for each in every if each is not None)
