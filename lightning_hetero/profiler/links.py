@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_hetero.cluster import Link
+from lightning_hetero.profiler.speed import wait_for
 
 _SMALL_BYTES = 4
 _SMALL_REPEATS = 21
@@ -82,7 +83,6 @@ def _one_way_s(peer: int, is_first: bool, device: torch.device, size_bytes: int,
         else:
             dist.recv(message, peer)
             dist.send(message, peer)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        wait_for(device)
         taken.append(time.perf_counter() - start_s)
     return statistics.median(taken[_WARM_UP:]) / 2

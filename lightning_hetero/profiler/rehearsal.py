@@ -16,6 +16,8 @@ from lightning_hetero.costs import TimingPoint
 from lightning_hetero.profiler.calls import TensorShape, UnitCall
 from lightning_hetero.profiler.memory import tensors_in
 
+Computing = Callable[[], AbstractContextManager[Any]]
+
 _WARM_UP = 2
 _ENOUGH = 3  # repeats after which a long measurement may end
 _BUDGET_S = 5.0
@@ -33,6 +35,7 @@ class Rehearsal:
         generator: of the random inputs, on ``device``; on meta there is none.
         around: makes a context around each timed forward and backward, given the samples.
         now: the clock by which they are timed, where it is another than the device's: that of an emulated one.
+        computing: makes a context around each timed forward, such as autocast's.
     """
 
     def __init__(
@@ -43,8 +46,9 @@ class Rehearsal:
         generator: torch.Generator | None = None,
         around: Callable[[int], AbstractContextManager[object]] = nullcontext,
         now: Callable[[], float] | None = None,
+        computing: Computing = nullcontext,
     ) -> None:
-        self._around, self._now = around, now
+        self._around, self._now, self._computing = around, now, computing
         self.module = module
         self.call = call
         self.device = device
@@ -104,7 +108,8 @@ class Rehearsal:
         args, kwargs = _copied(args), _copied(kwargs)
         clock = _Clock(self.device, self._now)
         clock.mark()
-        output = self.module(*args, **kwargs)
+        with self._computing():
+            output = self.module(*args, **kwargs)
         clock.mark()
         wanted = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         gradients = [torch.randn_like(tensor) for tensor in wanted]

@@ -58,14 +58,15 @@ def _matmul_s(size: int, device: torch.device, dtype: torch.dtype, repeats: int)
     taken = []
     with torch.no_grad():
         for _ in range(1 + repeats):
-            _wait(device)
+            wait_for(device)
             start_s = time.perf_counter()
             torch.mm(left, right, out=product)
-            _wait(device)
+            wait_for(device)
             taken.append(time.perf_counter() - start_s)
     return statistics.median(taken[1:])
 
 
-def _wait(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
+    """Wait until a CUDA device has done all that it was given; a CPU has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -18,7 +18,7 @@ from lightning_hetero.profiler.analytic import Counted, Loss, costs_of, count_un
 from lightning_hetero.profiler.calls import UnitCall
 from lightning_hetero.profiler.devices import describe, free_bytes
 from lightning_hetero.profiler.meta import fused_attention, materialise
-from lightning_hetero.profiler.rehearsal import Rehearsal
+from lightning_hetero.profiler.rehearsal import Computing, Rehearsal
 from lightning_hetero.profiler.speed import MATMUL_DTYPES
 from lightning_hetero.profiler.structure import settings
 from lightning_hetero.units import format_bytes
@@ -47,6 +47,7 @@ def profile_units(
     progress: Progress | None = None,
     remark: Callable[[str], None] | None = None,
     emulated: Device | None = None,
+    computing: Computing = nullcontext,
 ) -> ModelCosts:
     """Costs of a model with the seconds of its units on this device.
 
@@ -69,6 +70,7 @@ def profile_units(
         progress: is told before each measurement and at the end.
         remark: is told what is shared and what was left out.
         emulated: a device that this processor behaves like meanwhile: the seconds are then that device's, emulated.
+        computing: makes a context around each timed forward, such as autocast's; kept bytes are those without it.
 
     Returns:
         Costs with the seconds under the device's type, the measured points beside each fit; kept activation bytes are
@@ -83,7 +85,7 @@ def profile_units(
         where = torch.device("cuda", torch.cuda.current_device())
     counted = count_units(model, inputs, dtype=dtype, loss=loss, wrap=wrap)
     costs = costs_of(counted, name or type(model).__name__, inputs, dtype)
-    runs = _Runs(counted, model, where, dtype, sorted(set(micro_batches)), repeats, wrap, emulated)
+    runs = _Runs(counted, model, where, dtype, sorted(set(micro_batches)), repeats, wrap, emulated, computing)
     kind, own_name = describe(where)
     measured = runs.measure(progress or (lambda done, total, what: None), remark or (lambda text: None))
     units = tuple(_with_measured(cost, measured.get(cost.name), kind) for cost in costs.units)
@@ -138,8 +140,9 @@ class _Runs:
         repeats: int,
         wrap: set[type[nn.Module]] | None,
         emulated: Device | None,
+        computing: Computing,
     ) -> None:
-        self._emulated = emulated
+        self._emulated, self._computing = emulated, computing
         self.counted, self.device, self.sizes, self.repeats = counted, device, sizes, repeats
         self.dtype = MATMUL_DTYPES[dtype]
         # The units with their values, where there are some.
@@ -179,7 +182,9 @@ class _Runs:
         emulation = self._emulation(module)
         around = nullcontext if emulation is None else lambda samples: emulation.step(samples=samples)
         now = None if emulation is None else lambda: emulation.device_s
-        rehearsal = Rehearsal(module, self.counted.calls.first[index], self.device, generator, around, now)
+        rehearsal = Rehearsal(
+            module, self.counted.calls.first[index], self.device, generator, around, now, self._computing
+        )
         points: list[TimingPoint] = []
         more = 0
         try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -72,6 +73,10 @@ class HeteroAutoStrategy(HeteroStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Read as pipelines would, until it is decided."""
         return self._pipe.process_dataloader(dataloader)
+
+    def backend_for(self, device: torch.device) -> str:
+        """Return what hetero_fsdp needs; it is made before anything is chosen, and does for hetero_pipe, too."""
+        return self._fsdp.backend_for(device)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Choose, hand the Trainer over, and let the chosen one set up."""

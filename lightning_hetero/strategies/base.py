@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,20 @@ class HeteroStrategy(ParallelStrategy):
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
+    def backend_for(self, device: torch.device) -> str:
+        """Return the backend of the process group where the user asks for none."""
+        return "nccl" if device.type == "cuda" else "gloo"
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Build modules on the host, or on meta where asked: not whole on each device, which holds a part of them.
+
+        Args:
+            empty_init: whether to build on meta, without memory and values.
+        """
+        with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
     def setup_environment(self) -> None:
         """Start the process group and the watch over the other ranks."""
         super().setup_environment()
@@ -204,7 +219,7 @@ class HeteroStrategy(ParallelStrategy):
         reset_seed()
         self.set_world_ranks()
         self._share_cores()
-        backend = self._backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
+        backend = self._backend or self.backend_for(self.root_device)
         device_id = self.root_device if self.root_device.type != "cpu" else None
         lightning_adapter.init_process_group(
             self.cluster_environment, backend, timeout=self._timeout, device_id=device_id

@@ -91,6 +91,7 @@ class FirstBatch:
             input_s = 0.0 if self.loader is None or self.loader.num_workers else time.perf_counter() - read_s
             self._instruments.take_peak_bytes()
             self._instruments.take_busy_s()
+            self._instruments.wait()
             began_s = time.perf_counter()
             with self._instruments.step(batch):
                 if self._reduction is not None:
@@ -103,6 +104,7 @@ class FirstBatch:
                         # a share of zero leaves no gradient behind, and costs what a real one costs
                         (loss * 0.0).backward()  # type: ignore[no-untyped-call]
             busy_s = self._instruments.take_busy_s()
+            self._instruments.wait()  # for what the root reduces after the last unit
             wall_s = time.perf_counter() - began_s
         return StepMeasurement(busy_s, self._instruments.take_peak_bytes(), wall_s, input_s)
 

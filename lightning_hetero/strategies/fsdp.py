@@ -205,9 +205,13 @@ class HeteroFSDPStrategy(FSDPSteps):
     def setup_environment(self) -> None:
         """Start the process group; give ``configure_model`` its device mesh."""
         self.companions.check()
-        if self.options.cpu_offload and self.root_device.type == "cuda" and self._backend is None:
-            self._backend = "cpu:gloo,cuda:nccl"  # what is on the host is reduced there, such as a norm
         super().setup_environment()
+
+    def backend_for(self, device: torch.device) -> str:
+        """Return both backends with CPU offload: what is on the host is reduced there, such as a norm."""
+        if self.options.cpu_offload and device.type == "cuda":
+            return "cpu:gloo,cuda:nccl"
+        return super().backend_for(device)
 
     def environment_is_there(self) -> None:
         """Give ``configure_model`` its device mesh."""

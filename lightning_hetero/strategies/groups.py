@@ -48,7 +48,16 @@ class ShardGroups:
                 device.type, (len(replicas[0]), 1), mesh_dim_names=("data_parallel", "tensor_parallel")
             )["data_parallel"]
         elif self.is_native:
-            self.mesh = DeviceMesh(device.type, torch.tensor(replicas), mesh_dim_names=("replicate", "shard"))
+            # a mesh that makes its groups itself gives them torch's default timeout
+            columns = tuple(zip(*replicas, strict=True))
+            made = {ranks: self._new(ranks) for ranks in (*columns, *replicas)}
+            holders = next(ranks for ranks in columns if rank in ranks)
+            self.mesh = DeviceMesh.from_group(
+                [made[holders], made[self.own]],
+                device.type,
+                torch.tensor(replicas),
+                mesh_dim_names=("replicate", "shard"),
+            )
         else:
             made = {replica: self._new(replica) for replica in replicas}
             self.mesh = DeviceMesh.from_group(made[self.own], device.type, mesh_dim_names=("shard",))

@@ -17,6 +17,7 @@ from lightning_hetero.emulation_report import EmulationReport
 from lightning_hetero.models.units import Unit
 from lightning_hetero.profiler.marks import UnitListener, UnitMarks
 from lightning_hetero.profiler.shared_peak import cuda_peak
+from lightning_hetero.profiler.speed import wait_for
 from lightning_hetero.profiler.timer import UnitTimer
 
 
@@ -164,6 +165,10 @@ class Instruments:
         """Say that the device had nothing to do until ``at_s`` (``time.perf_counter``); None: until its next unit."""
         if self._emulation is not None:
             self._emulation.resume(at_s)
+
+    def wait(self) -> None:
+        """Wait until the real device has done all that it was given, collectives included."""
+        wait_for(self._root_device)
 
     def take_busy_s(self) -> float:
         """Return the seconds that this rank's own units took since the last call."""

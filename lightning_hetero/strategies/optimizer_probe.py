@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_hetero.profiler.speed import wait_for
+
 REPEATS = 3
 """timed steps, after one that makes the states"""
 
@@ -42,7 +44,7 @@ def optimizer_s(
         optimizers: whose settings and parameters are copied.
         free_bytes: memory that nothing else needs meanwhile.
         around: entered around each step, as in training.
-        device: of this rank.
+        device: of this rank; its shards are there, or on the host.
         barrier: waits for all ranks, which step at one time in training, too.
         agree: from the number of parameters that fit here to the number that every rank copies.
 
@@ -52,7 +54,7 @@ def optimizer_s(
     """
     if not all(_is_known(each) for each in optimizers):
         return None
-    copies, copied_bytes = _copies(optimizers, agree(_count_that_fits(optimizers, free_bytes)), device)
+    copies, copied_bytes = _copies(optimizers, agree(_count_that_fits(optimizers, free_bytes)))
     barrier()
     if not copied_bytes:
         return 0.0
@@ -74,7 +76,7 @@ def _count_that_fits(optimizers: Sequence[Optimizer], free_bytes: float) -> int:
     return max(1, count)
 
 
-def _copies(optimizers: Sequence[Optimizer], count: int, device: torch.device) -> tuple[list[Optimizer], int]:
+def _copies(optimizers: Sequence[Optimizer], count: int) -> tuple[list[Optimizer], int]:
     """Optimizers with copies of the first ``count`` parameters, and the bytes of these."""
     copies, copied_bytes, left = [], 0, count
     for optimizer in optimizers:
@@ -84,35 +86,30 @@ def _copies(optimizers: Sequence[Optimizer], count: int, device: torch.device) -
             left -= len(own)
             copied_bytes += sum(map(_bytes, own))
             if own:
-                groups.append({**group, "params": [_copy(parameter, device) for parameter in own]})
+                groups.append({**group, "params": [_copy(parameter) for parameter in own]})
         if groups:
             make: Any = type(optimizer)
             copies.append(make(groups))
     return copies, copied_bytes
 
 
-def _copy(parameter: Tensor, device: torch.device) -> torch.nn.Parameter:
-    """Its values with a gradient of zero: what a step takes does not depend on them."""
-    copy = torch.nn.Parameter(parameter.detach().clone().to(device))
+def _copy(parameter: Tensor) -> torch.nn.Parameter:
+    """Its values, where they are, with a gradient of zero: what a step takes does not depend on them."""
+    copy = torch.nn.Parameter(parameter.detach().clone())
     copy.grad = torch.zeros_like(copy)
     return copy
 
 
 def _steps(copies: Sequence[Optimizer], around: Around, device: torch.device) -> Iterator[float]:
     for repeat in range(1 + REPEATS):
-        _wait_for(device)
+        wait_for(device)
         began_s = time.perf_counter()
         with around():
             for copy in copies:
                 copy.step()
-        _wait_for(device)
+        wait_for(device)
         if repeat:
             yield time.perf_counter() - began_s
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _trained(optimizers: Sequence[Optimizer]) -> list[Tensor]:

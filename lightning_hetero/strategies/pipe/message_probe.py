@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_hetero.cluster import Cluster, Link
 from lightning_hetero.models.chain import Values
+from lightning_hetero.profiler.speed import wait_for
 from lightning_hetero.strategies.pipe.lines import Lines, MakeGroup
 from lightning_hetero.strategies.pipe.mail import Letter, Mail
 
@@ -72,8 +73,11 @@ def _seconds(mail: Mail, rank: int, ranks: Sequence[int], size_bytes: int, devic
     """Seconds of one message: the median of so many ways through all stages and back, over their messages."""
     taken = []
     for _ in range(1 + REPEATS):
+        own = torch.zeros(size_bytes // 4, device=device)
+        wait_for(device)
         began_s = time.perf_counter()
-        _there_and_back(mail, ranks.index(rank), len(ranks), torch.zeros(size_bytes // 4, device=device))
+        _there_and_back(mail, ranks.index(rank), len(ranks), own)
+        wait_for(device)  # NCCL's work.wait() has the stream wait, not the host
         taken.append(time.perf_counter() - began_s)
     return statistics.median(taken[1:]) / (2 * (len(ranks) - 1))
 

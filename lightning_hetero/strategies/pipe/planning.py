@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -174,6 +175,7 @@ def _measured(
     cluster = strategy.cluster
     assert cluster is not None
     emulated = cluster.devices[strategy.global_rank] if cluster.emulate else None
+    is_mixed = strategy.precision_name().endswith("-mixed")
     costs = profile_units(
         call.taking_tensors(placement.model),
         call.tensors(),
@@ -183,6 +185,8 @@ def _measured(
         repeats=_REPEATS,
         loss=_loss,
         emulated=emulated,
+        # in the dtype that steps compute in; the others convert the module
+        computing=strategy.precision_plugin.forward_context if is_mixed else nullcontext,
     )
     (measured,) = costs.devices
     own = {unit.name: unit.timings[measured] for unit in costs.units}

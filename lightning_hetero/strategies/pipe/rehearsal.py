@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_hetero.data import default_seed
 from lightning_hetero.models.chain import UnitChain, Values
 from lightning_hetero.profiler.memory import tensors_in
+from lightning_hetero.profiler.speed import wait_for
 from lightning_hetero.strategies.instruments import Instruments
 from lightning_hetero.strategies.pipe.assembly import Assembly
 from lightning_hetero.strategies.pipe.call import Call
@@ -81,8 +82,7 @@ class Rehearsal:
         try:
             shapes = [("rehearsal", samples)] * count
             assembly.runtime.run(assembly.schedule(count, training=True), work, shapes)
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            wait_for(self._device)
         finally:
             gradients.put_back()
 
