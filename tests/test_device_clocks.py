@@ -6,19 +6,27 @@ What only a GPU can show, that events on the current stream are where the kernel
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
 from lightning_hetero.callbacks import span_recorder
 from lightning_hetero.callbacks.span_recorder import SpanRecorder
+from lightning_hetero.models.units import Unit
 from lightning_hetero.profiler import memory_source, step_timeline, timer
 from lightning_hetero.profiler.memory import LiveStorages
 from lightning_hetero.profiler.memory_source import AllocatorMemory, CountedMemory, SampledMemory
 from lightning_hetero.profiler.shared_peak import SharedPeak
 from lightning_hetero.profiler.step_timeline import INPUT, OPTIMIZER, REST, StepParts, StepTimeline
 from lightning_hetero.profiler.timer import UnitTimer
+from lightning_hetero.strategies import first_batch, instruments
+from lightning_hetero.strategies.first_batch import FirstBatch
+from lightning_hetero.strategies.pipe import message_probe
 
 CUDA = torch.device("cuda", 0)
 
@@ -150,6 +158,71 @@ def test_spans_of_a_traced_step_are_the_devices(device: Device) -> None:
     assert recorder.unit_spans(["a"]) == [("a", "forward", pytest.approx(1.0), pytest.approx(3.0))]
     assert recorder.actions == [("0F0", 0.0, pytest.approx(3.0))]
     assert recorder.step_s == pytest.approx(3.0)
+
+
+class HostClock:
+    """A host that does nothing but wait for the device."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def perf_counter(self) -> float:
+        return self._device.now_s
+
+
+def test_a_message_takes_until_it_is_there(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's wait() has the stream wait, not the host."""
+    monkeypatch.setattr(message_probe, "time", HostClock(device))
+    monkeypatch.setattr(message_probe, "torch", SimpleNamespace(zeros=lambda *_, **__: device.work(5.0)))
+    monkeypatch.setattr(message_probe, "_there_and_back", lambda *_: device.work(3.0))
+    # through three stages and back: four messages
+    assert message_probe._seconds(None, 0, (0, 1, 2), 1024, CUDA) == pytest.approx(0.75)  # type: ignore[arg-type]
+
+
+class OneUnit(pl.LightningModule):
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(2, 2)
+        self.queue = device
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.net(batch).sum()
+
+
+class LastReduction:
+    """The root's reduce-scatter, after the last unit's backward."""
+
+    crosses = False
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def begin_forward(self) -> None:
+        pass
+
+    @contextmanager
+    def backward(self, is_last: bool) -> Iterator[None]:
+        yield
+        self._device.work(4.0)
+
+
+def test_a_measured_step_ends_when_its_last_reduction_does(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_batch, "time", HostClock(device))
+    monkeypatch.setattr(instruments, "cuda_peak", lambda _: SharedPeak(lambda: 0, lambda: None))
+    module = OneUnit(device)
+    own = instruments.Instruments(module, [Unit("net", module.net, True)], CUDA, 0)
+    module.net.register_forward_hook(lambda *_: device.work(2.0), prepend=True)
+    reduction: Any = LastReduction(device)
+    first = FirstBatch(module, None, 0, to_device=id, context=nullcontext, instruments=own, reduction=reduction)
+
+    def batch(samples: int) -> torch.Tensor:
+        device.work(9.0)  # copied to the device
+        return torch.ones(samples, 2)
+
+    monkeypatch.setattr(first, "batch", batch)
+    found = first.measure_step(2)
+    own.close()
+    assert (found.busy_s, found.wall_s) == (pytest.approx(2.0), pytest.approx(6.0))
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh
 from torch.utils.data import DataLoader
 
 from lightning_hetero.cluster import Cluster, Device, Link
@@ -16,6 +20,7 @@ from lightning_hetero.planner.measured import MeasuredRanks
 from lightning_hetero.planner.node_groups import groups_by_links
 from lightning_hetero.simulator.memory import StateBytes
 from lightning_hetero.strategies import HeteroFSDPStrategy
+from lightning_hetero.strategies.groups import ShardGroups
 from lightning_hetero.strategies.layout import Layout
 from lightning_hetero.strategies.planning import plan_from
 from tests.fits import Classifier, Fit, Outcome, dataset, on_one_device, run
@@ -147,6 +152,30 @@ def how_groups_reduce(plans: list[ShardPlan | None]) -> list[bool]:
         trainer.fit(Classifier("mlp"), DataLoader(dataset(16, "32-true"), batch_size=2))
         found.append(strategy.groups.is_native)
     return found
+
+
+def group_timeouts() -> tuple[list[list[int]], list[Any]]:
+    """Ranks of each group that a native mesh is made of, and the timeouts asked for."""
+    asked: list[Any] = []
+    new_group = dist.new_group
+
+    def noted(*args: Any, timeout: Any = None, **options: Any) -> Any:
+        asked.append(timeout)
+        return new_group(*args, timeout=timeout, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", noted)
+        patch.setattr(device_mesh, "new_group", noted)
+        groups = ShardGroups(((0, 1), (2, 3)), dist.get_rank(), torch.device("cpu"), timedelta(seconds=77))
+    assert groups.is_native
+    assert groups.shard_group is groups.mesh.get_group("shard")
+    return [dist.get_process_group_ranks(groups.mesh.get_group(name)) for name in ("replicate", "shard")], asked
+
+
+def test_groups_of_a_native_mesh_wait_as_long_as_was_asked(ranks: WarmRanks) -> None:
+    found = ranks.run(4, group_timeouts)
+    assert [own for own, _ in found] == [[[0, 2], [0, 1]], [[1, 3], [0, 1]], [[0, 2], [2, 3]], [[1, 3], [2, 3]]]
+    assert all(asked == [timedelta(seconds=77)] * 4 for _, asked in found)
 
 
 @pytest.mark.slow

@@ -60,6 +60,22 @@ def test_steps_are_those_of_the_users_settings(monkeypatch: pytest.MonkeyPatch) 
     assert seen == [[(0.5, 2, True), (0.1, 2, True)]] * (1 + REPEATS)
 
 
+def test_the_step_is_timed_where_the_shards_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With CPU offload they are on the host, whatever this rank's device is."""
+    seen: set[str] = set()
+    step = torch.optim.AdamW.step
+
+    def noted(self: Any, *args: Any) -> Any:
+        seen.update(p.device.type for group in self.param_groups for p in (*group["params"], group["params"][0].grad))
+        return step(self, *args)
+
+    _, optimizer = two_groups()
+    monkeypatch.setattr(torch.optim.AdamW, "step", noted)
+    elsewhere = torch.device("meta")
+    assert (optimizer_s([optimizer], 1e9, contextlib.nullcontext, elsewhere, lambda: None) or 0.0) > 0
+    assert seen == {"cpu"}
+
+
 def test_a_few_parameters_stand_for_all_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     def one_second_each(copies: Any, *_: Any) -> Iterator[float]:
         copied.append([tuple(p.shape) for copy in copies for group in copy.param_groups for p in group["params"]])

@@ -9,6 +9,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -16,8 +18,11 @@ from torch.utils.data import DataLoader
 from lightning_hetero.cluster import Cluster, Device
 from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.plan import Pipeline, PipelinePlan, Stage
+from lightning_hetero.profiler.rehearsal import Rehearsal
 from lightning_hetero.strategies import HeteroPipelineStrategy
-from lightning_hetero.strategies.pipe.placement import find_model
+from lightning_hetero.strategies.pipe.call import Call, _Place
+from lightning_hetero.strategies.pipe.placement import Placement, find_model
+from lightning_hetero.strategies.pipe.planning import _measured
 from tests.harness import WarmRanks
 from tests.pipe_fits import PipeFit, make_trainer, pictures, reference, run_pipeline
 
@@ -92,6 +97,45 @@ def test_mixed_precision_is_one_devices(ranks: WarmRanks) -> None:
     for own in ranks.run(fit.world, run_pipeline, fit, process_group=False):
         for name, gradient in own["gradients"].items():
             assert torch.equal(gradient, expected["gradients"][name]), name
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", torch.bfloat16), ("32-true", torch.float32)])
+def test_units_are_timed_in_the_dtype_that_steps_compute_in(precision: str, dtype: torch.dtype) -> None:
+    seen = set()
+
+    class Noted(nn.Linear):
+        def forward(self, given: Tensor) -> Tensor:
+            found = super().forward(given)
+            if not found.is_meta and not counting[0]:
+                seen.add(found.dtype)
+            return found
+
+    counting = [False]
+    kept_bytes = Rehearsal.kept_bytes
+
+    def counted(self: Rehearsal, samples: int) -> int:
+        counting[0] = True
+        try:
+            return kept_bytes(self, samples)
+        finally:
+            counting[0] = False
+
+    root = nn.Module()
+    root.model = nn.Sequential(Noted(8, 8), Noted(8, 4))
+    plugin = MixedPrecision("bf16-mixed", "cpu") if precision == "bf16-mixed" else Precision()
+    strategy = HeteroPipelineStrategy(
+        Cluster("c", (Device("cpu", "n", 2**34, None),)),
+        precision_plugin=plugin,
+        parallel_devices=[torch.device("cpu")],
+    )
+    strategy.cluster_environment = LightningEnvironment()
+    call = Call(((_Place(0),), {}), (((2, 8), torch.float32),))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rehearsal, "kept_bytes", counted)
+        costs, _ = _measured(strategy, Placement(root, *find_model(root)), call, "float32", 4)
+    assert seen == {dtype}
+    assert [set(unit.timings) for unit in costs.units] == [{"cpu"}] * 2
+    assert costs.units[0].output_bytes == 4 * 8
 
 
 class Unknown(nn.Module):

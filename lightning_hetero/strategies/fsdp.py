@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torchmetrics import Metric
 
 from lightning_hetero.cluster import Cluster
 from lightning_hetero.costs import ModelCosts
@@ -309,9 +310,14 @@ class HeteroFSDPStrategy(FSDPSteps):
         )
 
     def model_to_device(self) -> None:
-        """Move what is not sharded to this rank's device; with CPU offload, FSDP2 has done so."""
+        """Move what is not sharded to this rank's device; with CPU offload, FSDP2 has done so, but for metrics."""
         if not self.options.cpu_offload:
             super().model_to_device()
+            return
+        assert self.model is not None
+        for metric in (each for each in self.model.modules() if isinstance(each, Metric)):
+            if not any(True for _ in metric.parameters()):  # those are shards, and stay on the host
+                metric.to(self.root_device)
 
     def restore_global_batch(self, saved: int) -> None:
         """Go on with the global batch size of a checkpoint, unless the user gave another."""

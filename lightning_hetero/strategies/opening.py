@@ -8,6 +8,7 @@ from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_hetero.data import UnevenLoader
@@ -15,6 +16,7 @@ from lightning_hetero.errors import UnsupportedError
 from lightning_hetero.kept import KeptLoader
 from lightning_hetero.plan import ShardPlan
 from lightning_hetero.profiler.cache import CacheKey, MeasurementCache
+from lightning_hetero.profiler.devices import free_bytes
 from lightning_hetero.strategies import lightning_adapter, planning
 from lightning_hetero.strategies.first_batch import FirstBatch
 from lightning_hetero.strategies.loss_check import batch_norm_problem, check_mean_loss, combine_findings
@@ -155,10 +157,13 @@ class Opening:
         """Return what a step of the optimizer takes on this rank (a collective); None where that is not known."""
         strategy = self._strategy
         assert strategy.cluster is not None
-        memory_bytes = strategy.cluster.devices[strategy.global_rank].memory_bytes
+        memory_bytes: float = strategy.cluster.devices[strategy.global_rank].memory_bytes
+        free_for_copies = memory_bytes - planning.local_bytes(self._module.parameters())
+        if strategy.options.cpu_offload and strategy.root_device.type != "cpu":  # copies are on the host, as shards are
+            free_for_copies = min(free_for_copies, free_bytes(torch.device("cpu")) / strategy.num_processes)
         return optimizer_s(
             strategy.optimizers,
-            memory_bytes - planning.local_bytes(self._module.parameters()),
+            free_for_copies,
             strategy.instruments.step,
             strategy.root_device,
             strategy.barrier,

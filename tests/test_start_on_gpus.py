@@ -1,0 +1,63 @@
+"""What strategies ask of GPUs before anything runs: a backend, and no whole model on each; with stand-ins for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import HalfPrecision
+from torch import nn
+from torchmetrics import MeanMetric
+
+from lightning_hetero.strategies import HeteroAutoStrategy, HeteroFSDPStrategy, HeteroPipelineStrategy
+from lightning_hetero.strategies.base import HeteroStrategy
+
+ALL = [HeteroFSDPStrategy, HeteroPipelineStrategy, HeteroAutoStrategy]
+CPU, CUDA, ELSEWHERE = torch.device("cpu"), torch.device("cuda", 0), torch.device("meta")
+OFFLOAD = {"cpu_offload": True}
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_model_is_built_on_the_host_whatever_the_device(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kind, "root_device", ELSEWHERE)
+    strategy = kind()
+    with strategy.tensor_init_context():
+        built = nn.Linear(2, 2)
+    with strategy.tensor_init_context(empty_init=True):
+        empty = nn.Linear(2, 2)
+    assert (built.weight.device, empty.weight.device) == (CPU, torch.device("meta"))
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_a_model_is_built_in_the_dtype_of_its_precision(kind: Any) -> None:
+    strategy = kind(precision_plugin=HalfPrecision("bf16-true"))
+    with strategy.tensor_init_context():
+        assert nn.Linear(2, 2).weight.dtype == torch.bfloat16
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("strategy", "on_cuda"),
+    [
+        (HeteroFSDPStrategy(), "nccl"),
+        (HeteroFSDPStrategy(cpu_offload=True), "cpu:gloo,cuda:nccl"),
+        (HeteroPipelineStrategy(), "nccl"),
+        (HeteroAutoStrategy(), "nccl"),
+        (HeteroAutoStrategy(fsdp=OFFLOAD), "cpu:gloo,cuda:nccl"),
+    ],
+)
+def test_what_is_kept_on_the_host_is_reduced_there(strategy: HeteroStrategy, on_cuda: str) -> None:
+    assert strategy.backend_for(CUDA) == on_cuda
+    assert strategy.backend_for(CPU) == "gloo"
+
+
+def test_with_cpu_offload_metrics_are_moved_and_shards_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HeteroFSDPStrategy, "root_device", ELSEWHERE)
+    strategy = HeteroFSDPStrategy(cpu_offload=True)
+    model: Any = nn.Sequential(nn.Linear(2, 2))
+    model.mean = MeanMetric()
+    strategy.model = model
+    strategy.model_to_device()
+    assert model.mean.mean_value.device == ELSEWHERE
+    assert model[0].weight.device == CPU
