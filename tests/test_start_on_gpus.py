@@ -1,4 +1,4 @@
-"""What strategies ask of GPUs before anything runs: a backend, and no whole model on each; with stand-ins for them."""
+"""What strategies ask of GPUs: a backend, no whole model on each, and to give up a hang; with stand-ins for them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import nn
+from torch.distributed import distributed_c10d
 from torchmetrics import MeanMetric
 
-from lightning_hetero.strategies import HeteroAutoStrategy, HeteroFSDPStrategy, HeteroPipelineStrategy
+from lightning_hetero.strategies import (
+    HeteroAutoStrategy,
+    HeteroFSDPStrategy,
+    HeteroPipelineStrategy,
+    torch_adapter,
+)
 from lightning_hetero.strategies.base import HeteroStrategy
 
 ALL = [HeteroFSDPStrategy, HeteroPipelineStrategy, HeteroAutoStrategy]
@@ -61,3 +68,18 @@ def test_with_cpu_offload_metrics_are_moved_and_shards_are_not(monkeypatch: pyte
     strategy.model_to_device()
     assert model.mean.mean_value.device == ELSEWHERE
     assert model[0].weight.device == CPU
+
+
+@pytest.mark.parametrize(
+    ("config", "done"),
+    [("cpu:gloo,cuda:gloo", "destroy"), ("cuda:nccl", "abort"), ("cpu:gloo,cuda:nccl", "abort")],
+)
+def test_a_rank_in_a_hanging_nccl_collective_is_not_waited_for(
+    config: str, done: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: seen.append("destroy"))
+    monkeypatch.setattr(distributed_c10d, "_abort_process_group", lambda: seen.append("abort"))
+    torch_adapter.abort_process_group()
+    assert seen == [done]

@@ -100,7 +100,7 @@ def abort_process_group() -> None:
     ``distributed_c10d._abort_process_group`` is what NCCL needs: ``destroy_process_group`` waits for the collectives
     that will never end. gloo closes its connections on destruction.
     """
-    if dist.get_backend() == "nccl":
+    if "nccl" in dist.get_backend_config():  # alone, or beside gloo for what is on the host
         distributed_c10d._abort_process_group()
     else:
         dist.destroy_process_group()
