@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from lightning_hetero.strategies import HeteroFSDPStrategy
 from lightning_hetero.strategies.scaler import SharedGradScaler, share_by_largest, share_scaler
 from tests.harness import WarmRanks
 
@@ -50,6 +55,35 @@ def test_an_own_infinity_is_told() -> None:
     assert scaled_step(scaler, weight, torch.tensor([1.0, float("inf")])) == 4.0
     assert asked == [1.0]
     assert torch.equal(weight, torch.ones(2))
+
+
+@pytest.mark.parametrize(("elsewhere", "scale"), [(0.0, 8.0), (1.0, 4.0)])
+def test_a_rank_without_gradients_goes_along(elsewhere: float, scale: float) -> None:
+    """As one of a pipeline whose own parameters are frozen, or that is idle."""
+    scaler = SharedGradScaler(lambda own: torch.maximum(own, torch.tensor(elsewhere)), "cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1.0))
+    scaler.update()
+    assert scaler.get_scale() == scale
+
+
+def test_all_micro_batches_losses_are_scaled_alike() -> None:
+    ran: list[torch.Tensor] = []
+    plugin = SimpleNamespace(
+        scaler=torch.amp.GradScaler("cpu", init_scale=8.0), backward=lambda loss, module, optimizer: ran.append(loss)
+    )
+    strategy: Any = SimpleNamespace(
+        lightning_module=nn.Identity(),
+        _trainer=SimpleNamespace(accumulate_grad_batches=2),
+        _loss_factor=lambda: 0.5,
+        precision_plugin=plugin,
+        instruments=SimpleNamespace(step=lambda batch: nullcontext()),
+        gradients=SimpleNamespace(backward=lambda is_last: nullcontext()),
+    )
+    HeteroFSDPStrategy.early_backward(strategy, torch.tensor(3.0), None)
+    plugin.scaler = None  # of precisions that need none
+    HeteroFSDPStrategy.early_backward(strategy, torch.tensor(3.0), None)
+    assert ran == [8.0 * 3.0 * 0.5 / 2, 3.0 * 0.5 / 2]
 
 
 def _overflow_on_one(rank_with_infinity: int | None, shared: bool) -> tuple[float, list[float]]:

@@ -10,12 +10,14 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import nn
 from torch.distributed import distributed_c10d
+from torch.utils._pytree import tree_map
 from torchmetrics import MeanMetric
 
 from lightning_hetero.strategies import (
     HeteroAutoStrategy,
     HeteroFSDPStrategy,
     HeteroPipelineStrategy,
+    block_forwards,
     torch_adapter,
 )
 from lightning_hetero.strategies.base import HeteroStrategy
@@ -83,3 +85,31 @@ def test_a_rank_in_a_hanging_nccl_collective_is_not_waited_for(
     monkeypatch.setattr(distributed_c10d, "_abort_process_group", lambda: seen.append("abort"))
     torch_adapter.abort_process_group()
     assert seen == [done]
+
+
+def test_recomputing_sees_the_devices_of_what_a_block_is_called_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of these the random states are kept; by keywords alone nothing was seen, and dropout drew anew."""
+    seen: list[torch.Tensor] = []
+
+    def checkpoint(function: Any, *args: Any, use_reentrant: bool) -> Any:
+        tree_map(seen.append, args)
+        return function(*args)
+
+    monkeypatch.setattr(block_forwards, "checkpoint", checkpoint)
+    value, mask = torch.ones(2), torch.zeros(2)
+    run = block_forwards._recomputing(lambda hidden, *, function: hidden + function)
+    assert torch.equal(run(hidden=value, function=mask), value)
+    assert {id(each) for each in seen} == {id(value), id(mask)}
+
+
+@pytest.mark.parametrize("kind", [HeteroFSDPStrategy, HeteroPipelineStrategy])
+def test_what_is_logged_on_the_host_is_reduced_on_the_device(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kind, "root_device", ELSEWHERE)
+    monkeypatch.setattr(kind, "world_size", 2)
+    asked: list[torch.device] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: asked.append(tensor.device))
+    strategy = kind()
+    with pytest.raises(NotImplementedError, match="meta"):  # back to the host, where nothing can come from meta
+        strategy.sum_over_ranks(torch.ones(2))
+    assert asked == [ELSEWHERE]

@@ -351,8 +351,9 @@ class HeteroStrategy(ParallelStrategy):
         """Return the sum of a vector over all ranks; in 64-bit where the device has it."""
         total = values.detach().to(torch.float64 if self.root_device.type != "mps" else torch.float32).clone()
         if dist.is_initialized() and self.world_size > 1:
+            total = total.to(self.root_device)  # what is logged may be on the host, where NCCL takes nothing
             dist.all_reduce(total)
-        return total.to(values.dtype)
+        return total.to(values.device, values.dtype)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Return every rank's tensor, stacked in a new first dimension.
@@ -378,7 +379,8 @@ class HeteroStrategy(ParallelStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over ranks, each rank counting once; what ``self.log`` logs is weighted elsewhere."""
         if isinstance(tensor, Tensor):
-            return lightning_adapter.reduce_over_ranks(tensor, group, reduce_op=reduce_op)
+            there = tensor.to(self.root_device)  # NCCL takes nothing that is on the host
+            return lightning_adapter.reduce_over_ranks(there, group, reduce_op=reduce_op).to(tensor.device)
         return tensor
 
     def model_to_device(self) -> None:

@@ -63,7 +63,7 @@ def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # the block's own keywords may have the names of checkpoint's
-        return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=False)
+        # the block's own keywords may have the names of checkpoint's, which looks for devices in what it is given
+        return checkpoint(lambda given, named: forward(*given, **named), args, kwargs, use_reentrant=False)
 
     return run

@@ -22,6 +22,7 @@ from lightning_hetero.strategies.manual import ManualSteps
 from lightning_hetero.strategies.micro_batches import MicroBatchSteps
 from lightning_hetero.strategies.rebalance import Rebalancer
 from lightning_hetero.strategies.running import RunningStrategy
+from lightning_hetero.strategies.scaler import scale_loss
 from lightning_hetero.strategies.summary import RankSummary, print_summary
 from lightning_hetero.strategies.untouched import untouched
 
@@ -172,8 +173,11 @@ class FSDPSteps(RunningStrategy):
         """Backward of a micro-batch that is not the step's last: gradients add up within the group."""
         assert self.lightning_module is not None
         accumulated = self._trainer.accumulate_grad_batches  # Lightning divides the last one's loss itself
+        loss = scale_loss(
+            self.precision_plugin, scaled(loss, self._loss_factor() / accumulated)
+        )  # as the last one's is
         with self.instruments.step(batch), self.gradients.backward(is_last=False):
-            self.precision_plugin.backward(scaled(loss, self._loss_factor() / accumulated), self.lightning_module, None)
+            self.precision_plugin.backward(loss, self.lightning_module, None)
 
     def keeps_gradients(self) -> bool:
         """Whether gradients that are there when a step begins may still be wanted: by an accumulation, or by a hook."""

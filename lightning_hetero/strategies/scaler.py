@@ -58,6 +58,12 @@ def share_by_largest(found: Tensor) -> Tensor:
     return found
 
 
+def scale_loss(plugin: Any, loss: Tensor) -> Tensor:
+    """Return the loss as a precision plugin scales it for a backward, where it does."""
+    scaler = getattr(plugin, "scaler", None)
+    return loss if scaler is None else scaler.scale(loss)
+
+
 def share_scaler(plugin: Any, device: torch.device) -> None:
     """Have a precision plugin's scaler, where it has one, skip steps on all ranks together."""
     scaler = getattr(plugin, "scaler", None)

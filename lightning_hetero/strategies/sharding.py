@@ -88,7 +88,9 @@ def shard_module(
     _check_meshes(root, groups)
     options = options or ShardingOptions()
     _say_what_stays(root, options)
-    offload = CPUOffloadPolicy() if options.cpu_offload and device.type != "cpu" else OffloadPolicy()
+    # gradients that cross are read on the host at once: pinned, they may still be on their way
+    pinned = CPUOffloadPolicy(pin_memory=not groups.crosses)
+    offload = pinned if options.cpu_offload and device.type != "cpu" else OffloadPolicy()
     shared = _Broadcast(device)
     blocks = [unit.module for unit in units if unit.is_block]
     called = [child for child in root.children() if not isinstance(child, nn.ModuleList | nn.ModuleDict)]

@@ -44,6 +44,8 @@ class CheckedGradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         found: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        # a rank may have no gradient, and step() refuses to know nothing
+        found = found or {found_inf.device: found_inf}
         self.found_inf(found.values(), inv_scale.device)
         return found
 

@@ -31,6 +31,7 @@ from lightning_hetero.strategies.pipe.randomness import Draws
 from lightning_hetero.strategies.pipe.roles import ALONE, Roles
 from lightning_hetero.strategies.pipe.steps import StepResult, TrainingWork, join_outputs
 from lightning_hetero.strategies.pipe.summary import PipeSummary, print_pipe_summary
+from lightning_hetero.strategies.scaler import scale_loss
 from lightning_hetero.strategies.untouched import same_random_states, untouched
 
 if TYPE_CHECKING:
@@ -295,13 +296,9 @@ class PipeSteps(PipeEvaluation):
         """Whether gradients stay this rank's own for now, since more batches accumulate."""
         return self._trainer.accumulate_grad_batches > 1 and not self._hooks_keep_gradients()
 
-    def _scaler(self) -> Any:
-        return getattr(self.precision_plugin, "scaler", None)
-
     def _scaled(self, loss: Tensor) -> Tensor:
         """Scale a loss for fp16, inside the schedule."""
-        scaler = self._scaler()
-        return loss if scaler is None else scaler.scale(loss)
+        return scale_loss(self.precision_plugin, loss)
 
     def _conclude(self, parts: list[StepResult], sizes: tuple[int, ...]) -> Any:
         """Log for this rank what all pipelines logged; return the step's output."""
@@ -339,7 +336,7 @@ class PipeSteps(PipeEvaluation):
         )
 
     def _release(self, incoming: Tensor) -> None:
-        scaler = self._scaler()
+        scaler = getattr(self.precision_plugin, "scaler", None)
         factor = float(incoming) / (1.0 if scaler is None else scaler.get_scale())
         sum_now = self._sums_late() and not self._accumulates
         self.assembly.gradients.release(factor, sum_now=sum_now)
