@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,12 @@ from lightning_hetero.strategies import (
     HeteroFSDPStrategy,
     HeteroPipelineStrategy,
     block_forwards,
+    lightning_adapter,
+    sharding,
     torch_adapter,
 )
 from lightning_hetero.strategies.base import HeteroStrategy
+from lightning_hetero.strategies.options import ShardingOptions
 
 ALL = [HeteroFSDPStrategy, HeteroPipelineStrategy, HeteroAutoStrategy]
 CPU, CUDA, ELSEWHERE = torch.device("cpu"), torch.device("cuda", 0), torch.device("meta")
@@ -113,3 +117,33 @@ def test_what_is_logged_on_the_host_is_reduced_on_the_device(kind: Any, monkeypa
     with pytest.raises(NotImplementedError, match="meta"):  # back to the host, where nothing can come from meta
         strategy.sum_over_ranks(torch.ones(2))
     assert asked == [ELSEWHERE]
+
+
+@pytest.mark.parametrize("kind", [HeteroFSDPStrategy, HeteroPipelineStrategy])
+def test_what_is_reduced_from_the_host_travels_by_the_device(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``strategy.reduce``, as ``sync_dist`` calls it."""
+    monkeypatch.setattr(kind, "root_device", ELSEWHERE)
+    asked: list[torch.device] = []
+
+    def reduced(tensor: torch.Tensor, group: Any, reduce_op: Any) -> torch.Tensor:
+        asked.append(tensor.device)
+        return torch.full(tensor.shape, 7.0)
+
+    monkeypatch.setattr(lightning_adapter, "reduce_over_ranks", reduced)
+    assert kind().reduce(torch.ones(2)).tolist() == [7.0, 7.0]
+    assert asked == [ELSEWHERE]
+
+
+@pytest.mark.parametrize("crosses", [True, False])
+def test_gradients_that_cross_on_the_host_are_there_when_they_are_read(
+    crosses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP2 copies to pinned memory without waiting, and waits only when backward ends."""
+    made: list[Any] = []
+    monkeypatch.setattr(sharding, "fully_shard", lambda module, offload_policy, **kwargs: made.append(offload_policy))
+    monkeypatch.setattr(sharding, "take_from_rank_0", lambda tensor, device: None)
+    groups: Any = SimpleNamespace(crosses=crosses, mesh=None)
+    options = ShardingOptions(cpu_offload=True)
+    model = nn.Sequential(nn.Linear(2, 2))
+    sharding.shard_module(model, [], groups, ELSEWHERE, reshard_after_forward=True, options=options)
+    assert [policy.pin_memory for policy in made] == [not crosses]

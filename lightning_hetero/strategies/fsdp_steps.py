@@ -173,9 +173,8 @@ class FSDPSteps(RunningStrategy):
         """Backward of a micro-batch that is not the step's last: gradients add up within the group."""
         assert self.lightning_module is not None
         accumulated = self._trainer.accumulate_grad_batches  # Lightning divides the last one's loss itself
-        loss = scale_loss(
-            self.precision_plugin, scaled(loss, self._loss_factor() / accumulated)
-        )  # as the last one's is
+        loss = scaled(loss, self._loss_factor() / accumulated)
+        loss = scale_loss(self.precision_plugin, loss)  # as Lightning does the last one's, within its pre_backward
         with self.instruments.step(batch), self.gradients.backward(is_last=False):
             self.precision_plugin.backward(loss, self.lightning_module, None)
 

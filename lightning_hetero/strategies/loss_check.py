@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.data import batch_size_of
+from lightning_hetero.plan import ShardPlan
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE_TOLERANCE = 3e-2
@@ -123,6 +124,30 @@ def batch_norm_problem(names: Sequence[str]) -> str | None:
         "the global batch is split, and a rank with one sample cannot run: use Trainer(sync_batchnorm=True) on GPUs, "
         "freeze it (eval mode), or use LayerNorm or GroupNorm"
     )
+
+
+def synchronised_norm_problems(plan: ShardPlan) -> list[str]:
+    """Say what of a plan SyncBatchNorm cannot run with: all ranks meet in each layer's forward, each with samples."""
+    problems = []
+    empty = [rank for rank in range(plan.world_size) if 0 in plan.micro_batch_samples(rank)]
+    if empty:
+        problems.append(
+            f"ranks {', '.join(map(str, empty))} have a micro-batch without samples (batch_shares "
+            f"{list(plan.batch_shares)}, micro_batches {list(plan.micro_batches) or 1}): the sample that they repeat "
+            "for the others' sake would count in the statistics; give each of them a sample for every micro-batch"
+        )
+    counts = [plan.micro_batches_of(index) for index in range(len(plan.groups))]
+    if len(set(counts)) > 1:
+        problems.append(
+            f"groups run {', '.join(map(str, counts))} micro-batches a step, so that some ranks would wait in a layer "
+            "for ever; give all groups the same micro_batches"
+        )
+    if len({plan.checkpoints(rank) for rank in range(plan.world_size)}) > 1:
+        problems.append(
+            f"activation_checkpointing {list(plan.activation_checkpointing)}: ranks that compute a layer again would "
+            "wait in it for the others for ever; set it for all ranks or for none"
+        )
+    return problems
 
 
 def combine_findings(findings: Sequence[str | None]) -> str | None:

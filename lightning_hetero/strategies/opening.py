@@ -10,16 +10,22 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
 
 from lightning_hetero.data import UnevenLoader
-from lightning_hetero.errors import UnsupportedError
+from lightning_hetero.errors import UnsupportedError, raise_all
 from lightning_hetero.kept import KeptLoader
 from lightning_hetero.plan import ShardPlan
 from lightning_hetero.profiler.cache import CacheKey, MeasurementCache
 from lightning_hetero.profiler.devices import free_bytes
 from lightning_hetero.strategies import lightning_adapter, planning
 from lightning_hetero.strategies.first_batch import FirstBatch
-from lightning_hetero.strategies.loss_check import batch_norm_problem, check_mean_loss, combine_findings
+from lightning_hetero.strategies.loss_check import (
+    batch_norm_problem,
+    check_mean_loss,
+    combine_findings,
+    synchronised_norm_problems,
+)
 from lightning_hetero.strategies.optimizer_probe import optimizer_s
 from lightning_hetero.strategies.probe import RankMeasurement, measure_rank
 
@@ -45,7 +51,11 @@ class Opening:
         self._count_flops = count_flops
 
     def run(self, loader: UnevenLoader | KeptLoader | None) -> None:
-        """Check, measure and plan, as far as the loader allows (a collective)."""
+        """Check, measure and plan, as far as the loader allows (a collective).
+
+        Raises:
+            UnsupportedError: where the loss or a layer does not go with the plan.
+        """
         trainer, strategy = self._module.trainer, self._strategy
         if isinstance(loader, UnevenLoader):
             strategy.instruments.count(strategy.optimizers)
@@ -55,6 +65,8 @@ class Opening:
             batch = loader.first_batch(trainer.current_epoch)
             if min(strategy.gather_numbers(int(batch is not None))) and self._module.automatic_optimization:
                 self._check(self._first_batch(None), strategy.batch_to_device(batch))
+        if strategy.plan is not None:
+            self._check_synchronised_norms(strategy.plan)
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -98,6 +110,18 @@ class Opening:
             if self._check_loss == "error":
                 raise UnsupportedError(f"{finding}. check_loss='warn' or 'off' trains all the same")
             rank_zero_warn(f"hetero_fsdp: {finding}. check_loss='off' silences this")
+
+    def _check_synchronised_norms(self, plan: ShardPlan) -> None:
+        layers = {name: child for name, child in self._module.named_modules() if isinstance(child, nn.SyncBatchNorm)}
+        names = [name for name, layer in layers.items() if layer.training]
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        if names:
+            raise_all(
+                UnsupportedError,
+                f"SyncBatchNorm in training mode ({shown}) cannot run this plan; change the plan as below, freeze the "
+                "layers (eval mode, in on_train_start at the latest), or use GroupNorm",
+                synchronised_norm_problems(plan),
+            )
 
     def _weight_of(self) -> Callable[[Any], float] | None:
         weight, step = self._strategy.loss_weight, self._module.trainer.global_step
