@@ -115,22 +115,17 @@ def measure_rank(
         large.append(run(samples))
     step_s = min(m.busy_s for m in large)
     fixed_s = _intercept(few, min(m.busy_s for m in small), samples, step_s)
-    # side by side as in training: a rank that others wait for finds cores and links free, and gradients of other groups
     s_per_sample = (step_s - fixed_s) / samples
     share = samples if share_of is None else min(share_of(s_per_sample), budget_s / max(s_per_sample, 1e-9))
     paced = max(1, int(min(round(share), _known_to_fit(samples, large[-1], limit_bytes, resident_bytes))))
-    beside_s = statistics.median(run(paced).beside_s for _ in range(REPEATS))
-    crossed_s = None
-    if run_crossing is not None:
-        crossed_s = statistics.median(run_crossing(paced).beside_s for _ in range(REPEATS))
     room_bytes = limit_bytes + resident_bytes
     found = RankMeasurement(
         samples,
         step_s,
         fixed_s,
-        # what is typical, since it is in every step: the least would be too little
-        overhead_s=beside_s,
-        crossed_s=crossed_s,
+        # side by side as in training: a rank that others wait for finds cores, links and other groups' gradients free
+        overhead_s=_beside_s(run, paced),
+        crossed_s=None if run_crossing is None else _beside_s(run_crossing, paced),
         input_s_per_sample=min(m.input_s for m in large) / samples,
         accumulating_bytes=_accumulating_bytes(run_accumulating, (few, small[-1]), (samples, large[-1]), room_bytes),
     )
@@ -139,6 +134,11 @@ def measure_rank(
         return found
     base_bytes = _base_bytes(few, peaks[0], samples, peaks[1], resident_bytes)
     return replace(found, base_bytes=base_bytes, bytes_per_sample=(peaks[1] - base_bytes) / samples)
+
+
+def _beside_s(run: Callable[[int], StepMeasurement], samples: int) -> float:
+    """What a step takes beside its units; what is typical, since it is in every step: the least would be too little."""
+    return statistics.median(run(samples).beside_s for _ in range(REPEATS))
 
 
 def _accumulating_bytes(
